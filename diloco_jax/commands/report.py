@@ -31,16 +31,16 @@ _PLOT = flags.DEFINE_bool('plot', True, 'Whether to draw the picture, too.')
 def main(argv: list[str]) -> int:
   workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
   with exits.never_retry(ValueError):
-    workdirs = workdirs or [pathlib.Path(folder_lib.chosen(None))]
+    workdirs = workdirs or [pathlib.Path(folder_lib.choose(None))]
   out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary_lib.REPORT
   width = shutil.get_terminal_size().columns
   with exits.never_retry(ValueError):
     if len(workdirs) == 1:
-      made = summary_lib.write(workdirs[0], plot=_PLOT.value, out=out)
-      text, failed = summary_lib.text(made, workdirs[0], width, out), made.get('missing')
+      summary = summary_lib.write(workdirs[0], plot=_PLOT.value, out=out)
+      text, failed = summary_lib.text(summary, workdirs[0], width, out), summary.get('missing')
     else:
-      found = beside.read(workdirs)
-      text, failed = beside.text(found), beside.write(found, out)
+      runs = beside.read(workdirs)
+      text, failed = beside.text(runs), beside.write(runs, out)
       text += f'\nin {out}: beside.txt, beside.html\n'
   print(text, end='')
   return exits.DISK_FAILED if failed else 0

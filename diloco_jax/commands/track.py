@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
   if importlib.util.find_spec('wandb') is None:
     raise exits.NeverRetry('wandb is not installed: pip install "diloco-jax[wandb]"')
   with exits.never_retry(ValueError):
-    workdir = pathlib.Path(folder_lib.chosen(_WORKDIR.value)).absolute()
+    workdir = pathlib.Path(folder_lib.choose(_WORKDIR.value)).absolute()
   if not (workdir / records_lib.RECORDS).is_dir() and not _FOLLOW.value:
     raise exits.NeverRetry(f'there is no run in {workdir}: it has no folder {records_lib.RECORDS}/')
   parent, ended = os.getppid(), threading.Event()
@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
     signal.signal(number, lambda number, frame: ended.set())
   path = workdir / 'wandb.json'
   with exits.never_retry(ValueError, OSError):
-    found = json_files.read(path) if path.exists() else formats.stamp('track')
+    sent = json_files.read(path) if path.exists() else formats.stamp('track')
     # Of a process: its id, how many bytes of its records were sent, and a hash of their end.
-    lines = formats.taken('track', found, path).get('lines', {})
+    lines = formats.taken('track', sent, path).get('lines', {})
   tails, runs, last, begun = records_lib.TailAll(workdir), {}, False, set()
   while not last:
     last = not _FOLLOW.value or ended.wait(_READ_S) or os.getppid() != parent

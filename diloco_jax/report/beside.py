@@ -2,10 +2,9 @@
 
 import pathlib
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import header, page
@@ -23,20 +22,19 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
   return dict(zip(names, map(folder_lib.read, workdirs)))
 
 
-def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
+def write(runs: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
   """Writes table and page; returns the names of those that could not be written."""
-  states = lambda: [state(one.run, one.config, name) for name, one in found.items()]
-  views: dict[str, Any] = {'beside.txt': lambda: text(found)}
-  views['beside.html'] = lambda: page.inline(states())
-  folders = shlex.join(str(one.workdir) for one in found.values())
+  states = lambda: [state(read.run, read.config, name) for name, read in runs.items()]
+  views = {'beside.txt': lambda: text(runs), 'beside.html': lambda: page.inline(states())}
+  folders = shlex.join(str(read.workdir) for read in runs.values())
   return summary_lib.write_views(out, views, f'diloco report {folders}')
 
 
-def text(found: Mapping[str, folder_lib.Read]) -> str:
+def text(read_runs: Mapping[str, folder_lib.Read]) -> str:
   """A table with a column for each run."""
-  runs = [summary_lib.summarize(one) for one in found.values()]
+  runs = list(map(summary_lib.summarize, read_runs.values()))
   units = sorted({run['loss_unit'] for run in runs} - {''})
-  rows = {f'loss in {" and ".join(units)}' if units else '': list(found)}
+  rows = {f'loss in {" and ".join(units)}' if units else '': list(read_runs)}
 
   def add(name: str, form: str, values: Sequence[Any]) -> None:
     rows[name] = ['-' if value is None else form.format(value) for value in values]
@@ -71,13 +69,13 @@ def _points(curves: Sequence[Sequence[Mapping[str, Any]]], by: str) -> list[Mapp
   """The last evaluation of the first run beside which each other run has one of about as many
   tokens, or of the same clock, with those; []: there is none. Nothing between two is made up."""
   near = _NEAR if by == 'tokens' else 0
-  for one in reversed(curves[0]):
-    nearest = [min(curve, key=lambda other: abs(other[by] - one[by])) for curve in curves]
-    if one[by] and all(abs(other[by] - one[by]) <= near * one[by] for other in nearest):
+  for point in reversed(curves[0]):
+    nearest = [min(curve, key=lambda other: abs(other[by] - point[by])) for curve in curves]
+    if point[by] and all(abs(other[by] - point[by]) <= near * point[by] for other in nearest):
       return nearest
   return []
 
 
 def _training_loss(run: Mapping[str, Any]) -> float | None:
   losses = [row['loss'] for row in run['learners'].values() if row['loss'] is not None]
-  return float(np.mean(losses)) if losses else None
+  return statistics.fmean(losses) if losses else None

@@ -41,25 +41,9 @@ DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
 QUORUM, STRAGGLER, SYNCER_DOWN = 'wait_quorum', 'wait_straggler', 'syncer_down'
 INIT, PREP, COMPILE, RESTORE = 'init', 'prep', 'startup_compile', 'checkpoint_restore'
 DOWN, AFTER_END, OTHER = 'infra_recovery', 'after_end', 'other'
-CATEGORIES = (
-  MERGED,
-  WASTED,
-  SLOW,
-  DATA,
-  COMM,
-  SAVE,
-  QUORUM,
-  STRAGGLER,
-  SYNCER_DOWN,
-  INIT,
-  PREP,
-  COMPILE,
-  RESTORE,
-  DOWN,
-  AFTER_END,
-  OTHER,
-)
-STARTS = INIT, PREP, COMPILE, RESTORE
+STEPS, EXCHANGE = (MERGED, WASTED, SLOW), (DATA, COMM, SAVE)
+WAITS, STARTS = (QUORUM, STRAGGLER, SYNCER_DOWN), (INIT, PREP, COMPILE, RESTORE)
+CATEGORIES = *STEPS, *EXCHANGE, *WAITS, *STARTS, DOWN, AFTER_END, OTHER
 PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start, that follow
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
@@ -69,8 +53,9 @@ LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LearnerAccount:
-  """The account of one learner. `spent_ns`: by category, except those of finished steps. `lost_ns`:
-  when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start.
+  """The account of one learner. `spent_ns`: by category, without the time of finished steps.
+  `lost_ns`: when the syncer lost it: its process ended then, unless it records more. `phase`: the
+  last of its start.
   `times`: of its steps, with the wait for a batch, as the paper counts them; `own_times`: without.
   """
 
@@ -137,12 +122,13 @@ class Book:
     self.ledger: facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
-    self._syncer_ns: int | None = None  # its last word
+    self._syncer_ns: int | None = None  # of its last record
     # What a learner waits for, by time; the number of learners that train, by time.
     self._awaited: list[tuple[int, str]] = [(0, QUORUM)]
     self._training: set[str] = set()
     self._trained: set[str] = set()
-    self._changes: list[tuple[int, int | None]] = []  # of that number; None: all have left
+    # When that number changed, and by how much; None: all have left.
+    self._changes: list[tuple[int, int | None]] = []
     self._gaps = steps_lib.StepTimes()
     self._merged_ns: int | None = None
 
@@ -150,9 +136,7 @@ class Book:
 
   def starts(self, name: str, at_ns: int) -> None:
     """A process of a learner starts."""
-    if name not in self.learners:
-      self.learners[name] = LearnerAccount(at_ns, at_ns, INIT)
-    learner = self.learners[name]
+    learner = self._learner(name, at_ns, INIT)
     if learner.doing not in (*_ENDED, INIT):  # no record has the end of its last process
       self.died(name, learner.lost_ns or learner.at_ns, killed=True)
     learner.phase = ''
@@ -162,7 +146,7 @@ class Book:
     self.enters(name, at_ns, INIT)
 
   def enters(self, name: str, at_ns: int, category: str) -> None:
-    """From now on a learner spends its time on this, until it is told otherwise."""
+    """A learner spends its time in this category, until a later call."""
     learner = self._learner(name, at_ns)
     self._pass(learner, at_ns)
     learner.doing = category
@@ -210,7 +194,7 @@ class Book:
     before = COMM if learner.doing in (_TRAINS, _WAITS) else learner.doing
     between_ns = learner.owed_ns + at_ns - learner.at_ns - step_ns - saving_ns
     learner.spent_ns[before] += max(0, between_ns)
-    learner.owed_ns = min(0, between_ns)  # told later than it began: no time is below 0
+    learner.owed_ns = min(0, between_ns)  # recorded later than it began: no time is below 0
     learner.spent_ns[DATA] += data_ns
     learner.spent_ns[SAVE] += saving_ns
     learner.times.add(step_ns)
@@ -241,10 +225,8 @@ class Book:
       self._changes.append((at_ns, None))
       self._training.clear()  # also of those that have trained to the end
 
-  def _learner(self, name: str, at_ns: int) -> LearnerAccount:
-    if name not in self.learners:
-      self.learners[name] = LearnerAccount(at_ns, at_ns, OTHER)
-    return self.learners[name]
+  def _learner(self, name: str, at_ns: int, doing: str = OTHER) -> LearnerAccount:
+    return self.learners.setdefault(name, LearnerAccount(at_ns, at_ns, doing))
 
   def _pass(self, learner: LearnerAccount, at_ns: int) -> None:
     if learner.doing == _WAITS:
@@ -291,7 +273,7 @@ class Book:
         self.learners[name].phase = phase
       case report_facts.Step():
         seconds = fact.seconds, fact.data_s, fact.saving_s, fact.waited_s
-        times_ns = (round(one * 1e9) for one in seconds)
+        times_ns = (round(time_s * 1e9) for time_s in seconds)
         self.stepped(name, at_ns, fact.tokens // fact.steps, *times_ns)
       case facts.State(state='joined'):
         self.joined(name, at_ns)
@@ -304,9 +286,9 @@ class Book:
       case facts.Member(state='lost', learner=member):
         self._members.discard(member)
         self._await(at_ns)
-        one = self.learners.get(member)
-        if one and one.doing not in _ENDED:
-          one.lost_ns = at_ns
+        lost = self.learners.get(member)
+        if lost and lost.doing not in _ENDED:
+          lost.lost_ns = at_ns
       case facts.Synced():
         if self._merged_ns is not None:
           self._gaps.add(at_ns - self._merged_ns)
@@ -320,10 +302,11 @@ class Book:
     self._await(at_ns)
 
   def _await(self, at_ns: int) -> None:
-    found = QUORUM if len(self._members) < self._quorum else STRAGGLER
-    found = SYNCER_DOWN if self._syncer_died else found
-    if found != self._awaited[-1][1]:
-      self._awaited.append((at_ns, found))
+    awaited = QUORUM if len(self._members) < self._quorum else STRAGGLER
+    if self._syncer_died:
+      awaited = SYNCER_DOWN
+    if awaited != self._awaited[-1][1]:
+      self._awaited.append((at_ns, awaited))
 
   def _runs(self, name: str, at_ns: int, running: bool) -> None:
     """Counts the learners that train. One that has trained to the end is not missing."""
@@ -379,16 +362,18 @@ class Book:
     """Tokens in the records of learners that are not in the ledger: the syncer heard of none."""
     if self.ledger is None:
       return 0
-    told = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
-    more = sum(max(0, one.tokens - told.get(name, 0)) for name, one in self.learners.items())
-    return max(0, more - told.get(ids.FORGOTTEN, 0))
+    counted = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
+    more = sum(
+      max(0, learner.tokens - counted.get(name, 0)) for name, learner in self.learners.items()
+    )
+    return max(0, more - counted.get(ids.FORGOTTEN, 0))
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""
     learners = {}
     for name in self.learners:
-      found = self.partition(name, at_ns)
-      learners[name] = {'wall_s': sum(found.values()) / 1e9, 'shares': as_shares(found)}
+      spent_ns = self.partition(name, at_ns)
+      learners[name] = {'wall_s': sum(spent_ns.values()) / 1e9, 'shares': as_shares(spent_ns)}
     return {'learners': learners, **dataclasses.asdict(self.figures(at_ns))}
 
   def figures(self, at_ns: int) -> Figures:
@@ -402,14 +387,16 @@ class Book:
     return Figures(
       training=ideal_ns * _inverse(sum(at_ns - learner.began_ns for learner in learners)),
       training_since_joined=ideal_ns * _inverse(sum(wall_ns for _, wall_ns in walls)),
-      token=merged * _inverse(sum(one.rate * wall_ns for one, wall_ns in walls)),
+      token=merged * _inverse(sum(learner.rate * wall_ns for learner, wall_ns in walls)),
       uptime=self._uptime(at_ns),
       system_uptime=self._system_uptime(),
       **shares(self.ledger),
     )
 
   def _uptime(self, at_ns: int) -> float:
-    lost = [(one.lost_ns, -1) for name, one in self.learners.items() if name in self._training]
+    lost = [
+      (learner.lost_ns, -1) for name, learner in self.learners.items() if name in self._training
+    ]
     changes = self._changes + [change for change in lost if change[0] is not None]
     changes.sort(key=lambda change: change[0])  # that a learner had died is known when it is back
     times_ns, training = collections.Counter(), None

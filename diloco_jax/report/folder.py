@@ -18,41 +18,33 @@ UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-  """What `read` has found; `config` None: UNKNOWN."""
+  """A run that was read; `config` None: UNKNOWN."""
 
   workdir: pathlib.Path
   config: run_config.Config | None
   run: run_facts.RunFacts
 
-  @property
-  def wall_seconds(self) -> float:
-    """From the first fact to the last one."""
-    return self.run.end_s
 
-  @property
-  def loss_unit(self) -> str:
-    return loss_unit(self.config, self.run)
-
-
-def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
+def choose(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   """The folder that a command was given; without one, that of the run under ./runs which has the
   newest record, and a line on stderr says which. Raises ValueError: there is none."""
   if workdir:
     return workdir
-  if not (found := runs()):
+  if not (workdirs := runs()):
     raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
-  print(f'{found[-1]}, the newest of {len(found)} in {folders.RUNS}/', file=sys.stderr, flush=True)
-  return found[-1]
+  newest = f'{workdirs[-1]}, the newest of {len(workdirs)} in {folders.RUNS}/'
+  print(newest, file=sys.stderr, flush=True)
+  return workdirs[-1]
 
 
 def runs() -> list[str]:
   """The folders of runs under ./runs; the one with the newest record is the last."""
-  found = []
+  dated = []
   for path in pathlib.Path(folders.RUNS).glob('*'):
     kept = sorted((path / records_lib.RECORDS).glob('*.jsonl'))
-    if (path / load.FILE).is_file() or any(one.stem == 'syncer' for one in kept):
-      found.append((max((one.stat().st_mtime for one in kept), default=0.0), str(path)))
-  return [path for _, path in sorted(found)]
+    if (path / load.FILE).is_file() or any(record.stem == 'syncer' for record in kept):
+      dated.append((max((record.stat().st_mtime for record in kept), default=0.0), str(path)))
+  return [path for _, path in sorted(dated)]
 
 
 def read(workdir: str | pathlib.Path) -> Read:
@@ -109,6 +101,10 @@ def pace(config: run_config.Config | None) -> dict[str, Any]:
   silence."""
   if config is None:
     return {'total_steps': math.inf}
-  one, silent_s = config.sync, max(run_facts.SILENT_S, config.sync.lease_s / 2)
-  told = {'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
-  return {'total_steps': config.train.steps, 'silent_s': silent_s, **told}
+  sync = config.sync
+  return {
+    'total_steps': config.train.steps,
+    'silent_s': max(run_facts.SILENT_S, sync.lease_s / 2),
+    'quorum': sync.quorum,
+    'steps_per_sync': sync.period / sync.fragments,
+  }

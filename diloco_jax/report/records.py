@@ -45,12 +45,7 @@ class Recorder:
   """Records of one process (node.ports.Records). Thread-safe; never raises on a failing disk."""
 
   def __init__(
-    self,
-    workdir: str | os.PathLike,
-    process: str,
-    tensorboard: bool = True,
-    prefix: str = '',
-    limit_bytes: int = LIMIT_BYTES,
+    self, workdir: str | os.PathLike, process: str, tensorboard: bool = True, prefix: str = ''
   ):
     """Opens the file of facts.
 
@@ -59,11 +54,9 @@ class Recorder:
       process: the name of the process, for example 'l0' or 'syncer'.
       tensorboard: also write curves. A killed process loses the last 8 KiB of them.
       prefix: of every line for people, if several nodes share an output.
-      limit_bytes: the most that the file of facts may have.
     """
     self._process = process
     self._prefix = prefix
-    self._limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
@@ -101,18 +94,14 @@ class Recorder:
     self._guard(lambda: header.say(f'{self._prefix}{header.clock()}{text}'))
 
   def completed(
-    self,
-    step: int,
-    seconds: float,
-    measured: dict[str, float],
-    cost: report_facts.Cost,
+    self, step: int, seconds: float, measured: dict[str, float], cost: report_facts.Cost
   ) -> None:
     """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
-    found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    told = [line, *found, report_facts.speed_text(cost.speed(seconds))]
-    self.say(', '.join(filter(None, told)))
+    figures = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
+    parts = [line, *figures, report_facts.speed_text(cost.speed(seconds))]
+    self.say(', '.join(filter(None, parts)))
 
   def evaluated(self, fact: report_facts.Eval) -> None:
     """Reports a held-out loss, as a fact, a line and a point of a curve."""
@@ -127,8 +116,8 @@ class Recorder:
       self.evaluated(report_facts.Eval(step=step, loss=values.pop('loss')))
     if values:
       self.report(report_facts.Metrics(step=step, values=values))
-      told = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
-      self.say(f'held-out at clock {step}: {told}')
+      figures_text = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
+      self.say(f'held-out at clock {step}: {figures_text}')
       self.scalars(step, {f'evaluation/{name}': value for name, value in values.items()})
 
   def ended(self, code: int) -> None:
@@ -144,10 +133,8 @@ class Recorder:
         self._curves = None
 
   def _append(self, line: bytes) -> None:
-    if self._file.tell() + len(line) > self._limit_bytes:
-      raise OSError(
-        f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
-      )
+    if self._file.tell() + len(line) > LIMIT_BYTES:
+      raise OSError(f'{self._file.name} has {LIMIT_BYTES >> 20} MiB, the most that it may have')
     try:
       self._catch_up()
       self._write(line)
@@ -164,7 +151,7 @@ class Recorder:
       self._missing = 0
 
   def _write(self, line: bytes) -> None:
-    """Appends a line or nothing: a disk that becomes full takes a part."""
+    """Appends a line or nothing: a disk that becomes full may write a part."""
     start = self._file.tell()
     try:
       done = 0
@@ -267,7 +254,7 @@ class Tail:
 
   def stream(self, *marks: bytes) -> Iterator[dict[str, Any]]:
     """The same, one at a time. With `marks` only what has one of them is parsed, which takes most
-    of the time, and the lines beside it: their times tell whether a clock was set."""
+    of the time, and the lines beside it: their times show whether a clock was set."""
     for line in self._marked(marks) if marks else self._lines():
       try:
         fact = safe_json.parse(line, finite=False)  # a loss may be NaN
@@ -335,12 +322,11 @@ class TailAll:
     self._last: dict[str, str] = {}  # the name of the newest row of each process
     self.shifts: dict[str, float] = {}
 
-  def read(self) -> list[tuple[str, dict[str, Any]]]:
+  def read(self) -> list[_Row]:
     """What became complete since the last call."""
-    rows = [(name, fact) for name, tail in self.all().items() for fact in tail.read()]
-    return sorted(rows, key=_time)
+    return list(self.stream())
 
-  def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
+  def stream(self) -> Iterator[_Row]:
     """The same, one at a time: the records of a long run need more memory than there is."""
     for row in self._syncer.stream(*_OF_JOINS):
       if row['name'] == 'member' and row.get('state') == 'joined':
@@ -391,5 +377,5 @@ def records(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
   return ({'process': process, **fact} for process, fact in TailAll(workdir).stream())
 
 
-def _time(row: tuple[str, dict[str, Any]]) -> float:
+def _time(row: _Row) -> float:
   return row[1].get('time', 0.0)

@@ -1,7 +1,7 @@
 """A run as the facts in its records describe it; the page, the summary, the picture and a chaos
 plan read it.
 
-What it tells of each program is in programs.py, with the units.
+The facts about each program are in programs.py, with the units.
 """
 
 import array
@@ -19,7 +19,7 @@ from diloco_jax.report import steps as steps_lib
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 SILENT_S = 10.0  # a process that lives adds to the records more often: five times in a lease
-_SAID = {'joined': 'training', 'disconnected': 'alone', 'ending': 'draining'}
+_STATES = {'joined': 'training', 'disconnected': 'alone', 'ending': 'draining'}
 
 
 class RunFacts:
@@ -27,11 +27,11 @@ class RunFacts:
 
   Attributes:
     learners: by learner id; those given, and every other one that joins.
-    syncer_told: of the syncer; None: the learner has none.
+    syncer_facts: of the syncer; None: the learner has none.
     looked_at: wall-clock time at which somebody looks; None: that of the newest fact.
-    silent_s: how old what is so may be; fresh: processes of which new records have been seen since
-      then, whatever their clocks say.
-    closing: when the syncer has said last for whom it waits, for whom, and how long at most.
+    silent_s: how old what is so may be; fresh: processes with new records since then, whatever
+      their clocks say.
+    closing: the newest fact of the syncer for whom it waits: when, for whom, how long at most.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
@@ -45,10 +45,10 @@ class RunFacts:
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
-    followers: as the syncer has told last.
+    followers: the newest fact about them.
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
-    said: by program, what its supervisor told of it last.
+    texts: by program, the newest text of its supervisor about it.
     missing: (when, process, how many of its facts could not be written, why) of each gap.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
@@ -61,13 +61,13 @@ class RunFacts:
     syncer: bool = True,
     quorum: int = 1,
     steps_per_sync: float = 1.0,
-    told: tuple[int, int] | None = (0, 0),
+    counted: tuple[int, int] | None = (0, 0),
     silent_s: float = SILENT_S,
   ):
-    """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
-    self._told = told
-    self.learners = {name: programs.LearnerFacts(told=told) for name in learners}
-    self.syncer_told = programs.Program() if syncer else None
+    """`quorum`, `steps_per_sync`: see book.py. `counted`: of a new learner."""
+    self._counted = counted
+    self.learners = {name: programs.LearnerFacts(counted=counted) for name in learners}
+    self.syncer_facts = programs.Program() if syncer else None
     self.silent_s, self.fresh = silent_s, set[str]()
     self.looked_at: float | None = None
     self.closing: tuple[float, tuple[str, ...], float] | None = None
@@ -90,7 +90,7 @@ class RunFacts:
     self.wire = programs.Wire()
     self.followers = report_facts.Followers(count=0, behind=0)
     self.tokens = 0
-    self.said: dict[str, str] = {}
+    self.texts: dict[str, str] = {}
     self.missing: list[tuple[float, str, int, str]] = []
     self._gaps: set[str] = set()  # processes without a step since their last gap
     self.began_s: float | None = None
@@ -101,11 +101,11 @@ class RunFacts:
   @property
   def syncer(self) -> str | None:
     """The state of the syncer."""
-    return self.syncer_told and self.syncer_told.state
+    return self.syncer_facts and self.syncer_facts.state
 
   @property
   def syncer_processes(self) -> list[programs.Process]:
-    return self.syncer_told.processes if self.syncer_told else []
+    return self.syncer_facts.processes if self.syncer_facts else []
 
   @property
   def ordered(self) -> list[str]:
@@ -127,11 +127,13 @@ class RunFacts:
 
   def condition(self, name: str) -> condition.Condition:
     """What is so of the syncer or a learner at the time of the look."""
-    program = self.syncer_told if name == ids.SYNCER else self.learners[name]
+    program = self.syncer_facts if name == ids.SYNCER else self.learners[name]
     others = ''
     if program.phase == 'waiting':  # each look asks for each learner
-      found = [one for one in self.ordered if not self.learners[one].is_live and one != name]
-      others = f'for {found[0]}{" and others" * (len(found) > 1)}' if found else ''
+      absent = [
+        other for other in self.ordered if not self.learners[other].is_live and other != name
+      ]
+      others = f'for {absent[0]}{" and others" * (len(absent) > 1)}' if absent else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
     over = self.syncer in ('done', 'stopped', 'refused', 'failed')
@@ -160,10 +162,12 @@ class RunFacts:
   @property
   def tokens_per_second(self) -> float:
     """Of all learners that work."""
-    return sum(one.tokens_per_second for name, one in self.learners.items() if self.works(name))
+    return sum(
+      learner.tokens_per_second for name, learner in self.learners.items() if self.works(name)
+    )
 
   def works(self, name: str) -> bool:
-    """Whether a learner makes steps, as far as anybody knows."""
+    """Whether a learner makes steps, as far as the records show."""
     return self.condition(name).kind == condition.WORKS
 
   @property
@@ -196,7 +200,7 @@ class RunFacts:
 
   @property
   def figures(self) -> book_lib.Figures | None:
-    """Those of the run so far; None: no ledger has told of a merge, the quorum is unknown, or no
+    """Those of the run so far; None: there is no ledger yet, the quorum is unknown, or no
     learner has its records here."""
     known = self.ledger and self.total_steps < math.inf and self.book.learners
     return self.book.figures(round(self.end_s * 1e9)) if known else None
@@ -207,18 +211,12 @@ class RunFacts:
     here = self.book.learners
     away = [name for name in self.ordered if self.learners[name].joined and name not in here]
     whose = ', '.join(away[:3]) + ' and others' * (len(away) > 3)
-    told = [f'Where the time of {whose} went is not known: no records of it are in this folder.']
-    found = [self.book.partition(name, round(self.end_s * 1e9)) for name in here]
-    begins = sum(one[what] for one in found for what in book_lib.STARTS)
-    share = begins / max(1, sum(sum(one.values()) for one in found))
+    notes = [f'Where the time of {whose} went is not known: no records of it are in this folder.']
+    accounts = [self.book.partition(name, round(self.end_s * 1e9)) for name in here]
+    begins = sum(account[what] for account in accounts for what in book_lib.STARTS)
+    share = begins / max(1, sum(sum(account.values()) for account in accounts))
     starts = f'The start of processes took {share:.0%}: in a longer run it is less.'
-    return ' '.join(told * bool(away) + [starts] * (share > 0.3))
-
-  def tokens_at(self, step: int) -> int:
-    """Tokens of all learners when the foremost reached clock `step`."""
-    clocks, tokens = self._reached
-    index = bisect.bisect_right(clocks, step)
-    return tokens[index - 1] if index else 0
+    return ' '.join(notes * bool(away) + [starts] * (share > 0.3))
 
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
     """Takes lines of the records, in the order of time; skips lines without a known fact."""
@@ -234,11 +232,11 @@ class RunFacts:
 
   def _take(self, process: str, at_s: float, fact: report_facts.Fact) -> None:
     self.book.take(process, round(at_s * 1e9), fact)
-    self._lives(process, at_s, fact)
+    self._note_process(process, at_s, fact)
     if process in self.learners:
-      self.learners[process].speaks = True
+      self.learners[process].has_records = True
       self._of_learner(process, at_s, fact)
-    self._hears(process, at_s, 'its own records')
+    self._note_record(process, at_s, 'its own records')
     if processes := self._processes(process):
       processes[-1].last_s = at_s
     self.of_text |= isinstance(fact, report_facts.Eval) and fact.bits_per_byte > 0
@@ -254,7 +252,7 @@ class RunFacts:
         if self.synced and sync < self.synced.sync:
           self.went_back.append((at_s, sync))
           for learner in self.learners.values():  # what the syncer counts went back, too
-            learner.told, learner.incarnation = None, 0
+            learner.counted, learner.incarnation = None, 0
       case report_facts.Layout():
         self.layout = fact
       case facts.State(state='ending', reason=reason) if process == ids.SYNCER:
@@ -294,29 +292,29 @@ class RunFacts:
             self._begin(name, at_s)
           ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
-          why = self.said.get(name) or (f'exit code {code}' if code > 0 else '')
+          why = self.texts.get(name) or (f'exit code {code}' if code > 0 else '')
           program = self._program(name)
           if not program.supervised or program.state != 'down':  # else it is started again
             self._becomes(name, ended, at_s, why='' if why == ended else why)
 
-  def _hears(self, name: str, at_s: float, known: str) -> None:
-    """The syncer's records tell of the learners elsewhere that it has among its members."""
+  def _note_record(self, name: str, at_s: float, known: str) -> None:
+    """The syncer's records are also about its members on other machines."""
     program = self._program(name)
     if program is not None:
       program.heard_s, program.known = at_s, known
     for learner in self.learners.values() if name == ids.SYNCER else ():
-      if not learner.speaks and (learner.is_live or not learner.known):
+      if not learner.has_records and (learner.is_live or not learner.known):
         learner.heard_s, learner.known = at_s, "the syncer's records"
 
   def _program(self, name: str) -> programs.Program | None:
-    return self.syncer_told if name == ids.SYNCER else self.learners.get(name)
+    return self.syncer_facts if name == ids.SYNCER else self.learners.get(name)
 
-  def _lives(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
-    """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
+  def _note_process(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
+    """A process has a record: a new one, which no supervisor started, or one that was not lost."""
     if name != 'syncer' and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
-    if name == ids.SYNCER and self.syncer_told is None:
-      self.syncer_told = programs.Program()  # its records have begun after those of a learner
+    if name == ids.SYNCER and self.syncer_facts is None:
+      self.syncer_facts = programs.Program()  # its records have begun after those of a learner
     processes = self._processes(name)
     if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
@@ -328,10 +326,12 @@ class RunFacts:
       self._becomes(name, 'alone', at_s)
 
   def _evaluated(self, at_s: float, fact: report_facts.Eval) -> None:
-    clocks, _ = self._reached
-    ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
-    tokens = self.tokens if ended else self.tokens_at(fact.step)
-    if fact.step:  # learners on other machines may not have told of a step yet
+    clocks, reached = self._reached
+    tokens = self.tokens  # closing syncs have merged all that is left
+    if not clocks or fact.step <= clocks[-1]:  # of all learners when the foremost reached the clock
+      index = bisect.bisect_right(clocks, fact.step)
+      tokens = reached[index - 1] if index else 0
+    if fact.step:  # learners on other machines may have reported no step yet
       tokens = max(tokens, 1)
     if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
       self.evaluations.pop()
@@ -362,9 +362,9 @@ class RunFacts:
     return program.processes if program else []
 
   def _member(self, at_s: float, fact: facts.Member) -> None:
-    """Takes what the syncer says of a learner, also of one that was started by hand."""
+    """Takes a fact of the syncer about a learner, also about one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(told=self._told))
+      learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(counted=self._counted))
       learner.joined.append((at_s, fact.incarnation))
       learner.quarantine = ''
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
@@ -376,9 +376,9 @@ class RunFacts:
     if learner.supervised:
       return
     left = fact.reason.startswith('left')
-    if fact.state == 'lost' or not learner.speaks:
+    if fact.state == 'lost' or not learner.has_records:
       self._unsupervised(learner, at_s, fact, left)
-    # The last word on it, unless it says more in this folder.
+    # Its state, until it has a newer record in this folder.
     left_as = self._over(fact.learner, fact.reason) if left else 'down'
     state = 'training' if fact.state == 'joined' else left_as
     self._becomes(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
@@ -387,7 +387,7 @@ class RunFacts:
   def _unsupervised(
     self, learner: programs.LearnerFacts, at_s: float, fact: facts.Member, left: bool
   ) -> None:
-    """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
+    """Follows a process whose start, on another machine, or end only the syncer has recorded."""
     processes = learner.processes
     if fact.state == 'lost':
       if processes and processes[-1].ended_s is None:
@@ -399,10 +399,10 @@ class RunFacts:
       processes[-1].ended_s, processes[-1].ended = None, ''
 
   def _progressed(self, learner: programs.LearnerFacts, at_s: float, fact: facts.Progress) -> None:
-    before = learner.told or (fact.steps, fact.tokens)
+    before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
-    learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
-    if learner.speaks or steps <= 0:
+    learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
+    if learner.has_records or steps <= 0:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
@@ -431,7 +431,7 @@ class RunFacts:
         self._becomes(name, 'starting' if again else learner.state, at_s)
         learner.phase, learner.since_s = _PHASES[done], at_s
       case facts.State():
-        phase, state = learner.phase, _SAID.get(fact.state, fact.state)
+        phase, state = learner.phase, _STATES.get(fact.state, fact.state)
         if (learner.state, fact.reason) != ('trained', 'done'):  # it ends as all do
           self._becomes(name, state, at_s, why=fact.reason)
         learner.phase = phase
@@ -447,7 +447,7 @@ class RunFacts:
     if learner.state in ('waiting', 'starting'):
       self._becomes(name, 'training', at_s)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
-      self._begin(name, at_s)  # started by hand: no supervisor has told of it
+      self._begin(name, at_s)  # started by hand: no supervisor has recorded it
     steps = fact.steps - learner.processes[-1].steps if name in self._gaps else 1
     self._gaps.discard(name)
     tokens = round(steps * learner.tokens_per_step)
@@ -468,7 +468,7 @@ class RunFacts:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens
     learner.tokens += tokens
-    learner.tells_loss = learner.tells_loss or loss is not None
+    learner.has_loss = learner.has_loss or loss is not None
     loss = math.nan if loss is None else loss
     learner.steps.append(steps_lib.Step(at_s, self.tokens, clock, loss, seconds))
     clocks, reached = self._reached
@@ -495,7 +495,7 @@ class RunFacts:
 
   def _process(self, at_s: float, fact: report_facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
-    self.said[fact.child] = fact.text
+    self.texts[fact.child] = fact.text
     if (program := self._program(fact.child)) is None:
       return
     program.supervised, program.known = True, "the supervisor's records"
@@ -508,7 +508,7 @@ class RunFacts:
 
   def _begin(self, name: str, at_s: float) -> None:
     processes = self._processes(name)
-    if processes and processes[-1].ended_s is None:  # nobody has told of its end
+    if processes and processes[-1].ended_s is None:  # nobody has recorded its end
       program = self._program(name)
       processes[-1].end(
         processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'

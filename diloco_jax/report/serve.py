@@ -68,7 +68,7 @@ class Watch:
           self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
         shifts = getattr(getattr(self._stream, '__self__', None), 'shifts', {})
-        if not self._behind and self._shifts != shifts:  # a clock that was believed so far
+        if not self._behind and self._shifts != shifts:  # a clock was found to be another one
           self._shifts = dict(shifts)
           self._begin()
           self._run.take(self._new(time.monotonic() + _READ_S))
@@ -85,22 +85,22 @@ class Watch:
     """New records; those that are left at `until_s` come the next time."""
     first, self._behind = self._behind, True
     while time.monotonic() < until_s:
-      if (found := next(self._rows, None)) is None:
+      if (new := next(self._rows, None)) is None:
         self._rows = self._stream()
-        if (found := next(self._rows, None)) is None:
+        if (new := next(self._rows, None)) is None:
           self._behind = False
           return
-      for name in (found[0], found[1].get('child', found[0])):
+      for name in (new[0], new[1].get('child', new[0])):
         if name not in ids.NO_LEARNERS:
           self._run.learners.setdefault(name, programs.LearnerFacts())
       if not first:
-        self._grew_s[found[0]] = time.monotonic()
-      yield found
+        self._grew_s[new[0]] = time.monotonic()
+      yield new
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = 'HTTP/1.1'
-  timeout = 60  # of a reader that takes nothing
+  timeout = 60  # of a reader that reads nothing
   watch: Watch
 
   def do_GET(self) -> None:
@@ -198,7 +198,7 @@ def serve_metrics(config: run_config.Config, workdir: str, process: str, port: i
   path = pathlib.Path(workdir, records_lib.RECORDS, f'{process}.jsonl')
   tail = records_lib.Tail(path, path.stat().st_size if path.exists() else 0)
   stream = lambda: zip(itertools.repeat(process), tail.stream())
-  watch = Watch(lambda: config, lambda: stream, told=None)
+  watch = Watch(lambda: config, lambda: stream, counted=None)
   kind = _of_ipv6(_OneReader) if socket.has_dualstack_ipv6() else _OneReader
   server = kind(('', port), type('Handler', (_Metrics,), {'watch': watch}))
   threading.Thread(target=server.serve_forever, name='metrics', daemon=True).start()
@@ -228,8 +228,8 @@ def metrics(run: dict[str, Any]) -> str:
   text = _states('run', {'': run}) + _states('learner', run['learners'])
   for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
     for name in names.split():
-      told = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
+      samples = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
       about = f'{name.replace("_", " ")}: docs/reference/metrics.md'
       text += f'# HELP diloco_{start}{name} {about}\n# TYPE diloco_{start}{name} gauge\n'
-      text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in told)
+      text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in samples)
   return text

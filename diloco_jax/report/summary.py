@@ -32,7 +32,7 @@ REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
 TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
-MANY = 12  # learners, from which on only the unusual ones are told of one by one
+MANY = 12  # learners, from which on only the unusual ones have a line each
 _THREE = {'steps': 'steps', 'tokens': 'tokens', 'loss': 'loss', 'merged': 'contributions_merged'}
 
 
@@ -42,15 +42,15 @@ def write(
   """Writes the report of the run in a folder to `out` (None: WORKDIR/report) and returns the
   summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
-  found = folder_lib.read(workdir)
-  found.run.look(time.time())
-  summary, shown = summarize(found), state_of(found)
+  read = folder_lib.read(workdir)
+  read.run.look(time.time())
+  summary, shown = summarize(read), state_of(read)
   folder = out or workdir / REPORT
   views: dict[str, Callable[[], str | bytes]] = {
     SUMMARY: lambda: json.dumps(summary, indent=2) + '\n',
     PAGE: lambda: page.inline([shown]),
   }
-  if plot and any(learner.steps for learner in found.run.learners.values()):
+  if plot and any(learner.steps for learner in read.run.learners.values()):
     views[TIMELINE] = lambda: _png(shown)
   with contextlib.suppress(OSError):
     (folder / TIMELINE).unlink()  # of the run before it continued
@@ -60,8 +60,8 @@ def write(
   return summary
 
 
-def state_of(found: folder_lib.Read) -> dict[str, Any]:
-  return state_lib.state(found.run, found.config, found.workdir.name)
+def state_of(read: folder_lib.Read) -> dict[str, Any]:
+  return state_lib.state(read.run, read.config, read.workdir.name)
 
 
 def _png(shown: dict[str, Any]) -> bytes:
@@ -76,18 +76,18 @@ def _png(shown: dict[str, Any]) -> bytes:
 def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> list[str]:
   """Replaces files, and returns the names of those for which that was not possible."""
   put = lambda name: functools.partial(_replace, folder / name, views[name])
-  return [name for name in views if not header.shown(put(name), str(folder / name), later)]
+  return [name for name in views if not header.try_to_show(put(name), str(folder / name), later)]
 
 
 def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
   path.unlink(missing_ok=True)  # an old view would be taken for the new one
-  made = make()
-  json_files.replace(path, made if isinstance(made, bytes) else made.encode(errors='replace'))
+  view = make()
+  json_files.replace(path, view if isinstance(view, bytes) else view.encode(errors='replace'))
 
 
-def summarize(found: folder_lib.Read) -> dict[str, Any]:
+def summarize(read: folder_lib.Read) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded). None: it is not known."""
-  config, run = found.config, found.run
+  config, run = read.config, read.run
   ledger, evaluations = run.ledger, run.evaluations
   tokens = _tokens(run)
   between = [n for learner in run.learners.values() for n in learner.steps_between]
@@ -99,31 +99,31 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
-    'loss_unit': found.loss_unit,
+    'loss_unit': folder_lib.loss_unit(config, run),
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
       {
-        'step': one.step,
+        'step': evaluation.step,
         'tokens': tokens,
         'seconds': round(at_s, 3),
-        'loss': one.loss,
-        'bits_per_byte': one.bits_per_byte or None,
+        'loss': evaluation.loss,
+        'bits_per_byte': evaluation.bits_per_byte or None,
       }
-      for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
+      for evaluation, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
     ],
     'tokens_trained': tokens['trained'],
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
     'outer_steps': ledger.synced if ledger else len(run.merges_s),
     'period_chosen': run.period or None,
-    'cosines': {label: statistics.fmean(found) for label, found in sorted(run.cosines.items())},
+    'cosines': {label: statistics.fmean(values) for label, values in sorted(run.cosines.items())},
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
-    'learners': {name: _learner(name, found) for name in run.ordered},
+    'learners': {name: _learner(name, read) for name in run.ordered},
     'condition': condition.of_run(run).text,
     'looked_at': run.looked_at,
     'kills': [
@@ -132,7 +132,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
       for process in learner.processes
       if process.ended == 'killed' and process.ended_s is not None
     ],
-    'goodput': _goodput(run),
+    'goodput': run.figures and run.book.summary(round(run.end_s * 1e9)) | {'note': run.spent_note},
     'missing_facts': {
       process: {'facts': sum(gap[2] for gap in run.missing if gap[1] == process), 'error': error}
       for _, process, _, error in run.missing
@@ -140,7 +140,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
-    'wall_seconds': round(found.wall_seconds, 3),
+    'wall_seconds': round(run.end_s, 3),
   }
 
 
@@ -153,8 +153,8 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
   return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 
-def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
-  run, learner = found.run, found.run.learners[name]
+def _learner(name: str, read: folder_lib.Read) -> dict[str, Any]:
+  run, learner = read.run, read.run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
@@ -173,20 +173,23 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': run.fate(name),
-    'condition': _told(run.condition(name)),
+    'condition': _condition_text(run.condition(name)),
     'step_seconds_median': median_s,
     'cost': cost and dataclasses.asdict(cost),
     'speed': cost and cost.speed(median_s or 0.0),
   }
 
 
-def _told(one: condition.Condition) -> str:
+def _condition_text(so: condition.Condition) -> str:
   """What is so of a learner, in words of a text that is read later; '' of one that is done."""
-  if one.is_gone or one.state in ('down', 'no step'):
-    why = one.text if one.state == 'no step' else f'{one.state}: {one.why}'.removesuffix(': ')
-    return '' if one.state == 'done' else why
-  ago = f', {header.duration(one.now_s - one.heard_s)} before this report' * one.silent
-  return f'{one.state if one.silent else one.brief} when its records ended{ago}'
+  if so.state in ('done', 'no step'):
+    return so.text if so.state == 'no step' else ''
+  if so.is_gone or so.state == 'down':
+    return f'{so.state}: {so.why}'.removesuffix(': ')
+  if not so.silent:
+    return f'{so.brief} when its records ended'
+  ago = header.duration(so.now_s - so.heard_s)
+  return f'{so.state} when its records ended, {ago} before this report'
 
 
 def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
@@ -211,12 +214,6 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
   }
 
 
-def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
-  """Shares of each learner's time by category, and figures (book.py); None for a learner
-  without a syncer, or without a known quorum."""
-  return run.figures and run.book.summary(round(run.end_s * 1e9)) | {'note': run.spent_note}
-
-
 def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
   ledger = run.ledger
@@ -237,8 +234,8 @@ def merged_line(summary: Mapping[str, Any]) -> str:
   if not summary['outer_steps'] or merged >= 0.95 * trained:
     return ''
   parts = {'merged': merged, **summary['tokens_discarded']}.items()
-  told = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
-  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md' * bool(told)
+  shares = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
+  return f'trained {trained:,} tokens, {", ".join(shares)}: see docs/howto/report.md' * bool(shares)
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -319,8 +316,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f'config         {folder_lib.UNKNOWN}')
   elif summary['condition'] != 'over':
     when = time.strftime('%H:%M:%S', time.localtime(summary['looked_at']))
-    told = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
-    lines.append(f'not ended      {told}, as of {when}')
+    clock = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
+    lines.append(f'not ended      {clock}, as of {when}')
   return lines
 
 
@@ -328,18 +325,20 @@ def _file_lines(
   summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  shown, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
+  shown, report_shown = (
+    min(str(path), os.path.relpath(path), key=len) for path in (workdir, report)
+  )
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   saved = [f'{shown}/{name}' for name in (folders.ISLANDS, 'syncer') if (workdir / name).is_dir()]
-  lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
+  lines = [f'report       {report_shown}: {", ".join([TEXT, *files])}'] if files else []
   if saved:
     lines.append(f'checkpoints  {" and ".join(filter(None, [*saved, summary["store"]]))}')
   if saved and (workdir / load.FILE).is_file():  # else the syncer has another folder
     lines.append(f'model        import diloco_jax; diloco_jax.load_params({shown!r})')
     begun = summary['init_from']  # from a Hugging Face folder, perhaps
     folder = begun and any(pathlib.Path(begun).glob('model.safetensors*'))
-    made = 'NEW_FOLDER' if folder else 'model.safetensors'
-    lines.append(f'             diloco export --workdir={shlex.quote(shown)} --out={made}')
+    out = 'NEW_FOLDER' if folder else 'model.safetensors'
+    lines.append(f'             diloco export --workdir={shlex.quote(shown)} --out={out}')
     if (workdir / 'model').is_dir():
       load_it = f'v1.load({str(workdir.absolute() / "model")!r})'
       lines.append(f'             from orbax.checkpoint import v1; {load_it}')
@@ -353,14 +352,12 @@ def _file_lines(
 
 
 def _disk_lines(summary: Mapping[str, Any]) -> list[str]:
-  """What a disk that was full, or is, has cost; nothing else in the report would say it."""
-  lines = []
-  for name, row in summary['missing_facts'].items():
-    lines.append(
-      f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '
-      'its figures are too small'
-    )
-  return lines
+  """The facts that a full disk has cost; nothing else in the report shows it."""
+  return [
+    f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '
+    'its figures are too small'
+    for name, row in summary['missing_facts'].items()
+  ]
 
 
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -382,11 +379,9 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
     if row['cost']:
-      told = (
-        f'{row["cost"]["devices"]} x {row["cost"]["kind"]}',
-        report_facts.speed_text(row['speed']),
-      )
-      line += ', '.join(['', *filter(None, told)])
+      line += f', {row["cost"]["devices"]} x {row["cost"]["kind"]}'
+    if row['speed']:
+      line += f', {report_facts.speed_text(row["speed"])}'
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     if row['incarnations'] > 1 or row['staleness']:
@@ -397,8 +392,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   if period := summary['period_chosen']:
     lines.append(f'the syncer chose a period of {period} inner steps, as most links asked for it')
   if cosines := summary['cosines']:
-    told = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
-    lines.append(f'cosines      between the updates of two learners, on average: {told}')
+    texts = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
+    lines.append(f'cosines      between the updates of two learners, on average: {texts}')
   return lines + _clock_lines(summary)
 
 
@@ -407,7 +402,7 @@ def _three(rows: Iterable[Mapping[str, Any]], what: str) -> str:
   if not known:
     return 'not known'
   form = '{:,.3f}' if isinstance(known[0], float) else '{:,}'
-  return ', '.join(form.format(one) for one in (known[0], known[len(known) // 2], known[-1]))
+  return ', '.join(form.format(value) for value in (known[0], known[len(known) // 2], known[-1]))
 
 
 def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -463,23 +458,21 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
     if count:
       lines.append(f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}')
   if summary['waited_steps_median'] is not None:
-    lines.append(
+    lines += [
       f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} connected '
-      'learners are in an outer step, on average'
-    )
-    lines.append(
+      'learners are in an outer step, on average',
       f'               the syncer waits for their updates as long as '
-      f'{summary["waited_steps_median"]:.2f} inner steps take (median)'
-    )
+      f'{summary["waited_steps_median"]:.2f} inner steps take (median)',
+    ]
   return lines
 
 
-def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
+def goodput_lines(goodput: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   """Book.summary for people: a table of categories and learners, then the figures."""
   lines = []
-  rows = list(found['learners'].items())
+  rows = list(goodput['learners'].items())
   if len(rows) > MANY:
-    orders = [sorted(one['shares'].get(what, 0) for _, one in rows) for what in book_lib.CATEGORIES]
+    orders = [sorted(row['shares'].get(what, 0) for _, row in rows) for what in book_lib.CATEGORIES]
     three = (('least', 0), ('median', len(rows) // 2), ('most', -1))
     pick = lambda at: {what: all_[at] for what, all_ in zip(book_lib.CATEGORIES, orders)}
     rows = [(name, {'shares': pick(at)}) for name, at in three]
@@ -491,21 +484,17 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
       shares = [f'{100 * row["shares"].get(category, 0):z.1f}' for _, row in some]
       if any(share != '0.0' for share in shares):
         lines.append(f'  {category:24}' + ''.join(share.rjust(cell) for share in shares))
-  lines.append(
-    f'goodput        {found["training"]:.1%} of the time of all learners in inner steps at the '
-    f'ideal pace, merged or not; {found["training_since_joined"]:.1%} since they joined'
-  )
-  lines.append(
-    f'token goodput  {found["token"]:.1%} of what they could have trained since then is in the '
-    f'model'
-  )
-  if found['note']:
-    lines.append(f'               {found["note"]}')
-  lines.append(
-    f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
-    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
-  )
-  return lines
+  note = [f'               {goodput["note"]}'] if goodput['note'] else []
+  return [
+    *lines,
+    f'goodput        {goodput["training"]:.1%} of the time of all learners in inner steps at the '
+    f'ideal pace, merged or not; {goodput["training_since_joined"]:.1%} since they joined',
+    f'token goodput  {goodput["token"]:.1%} of what they could have trained since then is in the '
+    f'model',
+    *note,
+    f'uptime         {goodput["uptime"]:.1%} with a quorum that trained, '
+    f'{goodput["system_uptime"]:.1%} without long gaps between outer steps',
+  ]
 
 
 def _wire_lines(summary: Mapping[str, Any]) -> list[str]:

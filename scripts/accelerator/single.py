@@ -33,28 +33,28 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   del until
   calls: collections.Counter[str] = collections.Counter()
   for module, name in (*SEAMS, (payloads_lib, 'to_host')):
-    setattr(module, name, counted(calls, name, getattr(module, name)))
+    setattr(module, name, count_calls(calls, name, getattr(module, name)))
   config = stdlib_lm.get_config('tiny' if rehearse else 'decoupled')
   config.mesh.data, config.train.eval_every = 1, 0
   with tempfile.TemporaryDirectory() as folder_of_both:
     warm, workdir = (pathlib.Path(folder_of_both) / name for name in ('warm', 'run'))
     # One learner alone compiles everything: two would compile it twice, at once.
-    trained(config, warm, 1, 4 * config.sync.period)
+    train(config, warm, 1, 4 * config.sync.period)
     calls.clear()
     began_s = time.monotonic()
-    controller, exits = trained(config, workdir, 2, 60 if rehearse else 400)
+    controller, exits = train(config, workdir, 2, 60 if rehearse else 400)
     seconds = time.monotonic() - began_s
     read, verdict = folder_lib.read(workdir), conductor_lib.judge(workdir)
-  found = summary_lib.summarize(read)
+  summary = summary_lib.summarize(read)
   figures.add(
     out,
     'single',
-    exits={name: one.code for name, one in exits.items()},
-    devices={name: [str(one) for one in its] for name, its in controller.devices.items()},
+    exits={name: exit.code for name, exit in exits.items()},
+    devices={name: list(map(str, devices)) for name, devices in controller.devices.items()},
     syncer_devices=list(map(str, controller.syncer_devices)),
     seconds=round(seconds, 1),
-    outer_steps=found['outer_steps'],
-    loss=[found['eval_loss_start'], found['eval_loss_end']],
+    outer_steps=summary['outer_steps'],
+    loss=[summary['eval_loss_start'], summary['eval_loss_end']],
     payloads_through_the_host=sum(n for name, n in calls.items() if name != 'to_host'),
     records_copied_for_the_log=calls['to_host'],
     ledger_off_by=chaos_report.balance(dataclasses.asdict(read.run.ledger)),
@@ -62,7 +62,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   )
 
 
-def trained(
+def train(
   config: run_config.Config, workdir: pathlib.Path, learners: int, steps: int
 ) -> tuple[single_controller.SingleController, dict[str, actions.Exit]]:
   config = copy.deepcopy(config)
@@ -72,7 +72,9 @@ def trained(
   return controller, controller.join()
 
 
-def counted(calls: collections.Counter[str], name: str, function: Callable) -> Callable[..., Any]:
+def count_calls(
+  calls: collections.Counter[str], name: str, function: Callable
+) -> Callable[..., Any]:
   def call(*args: Any, **named: Any) -> Any:
     calls[name] += 1
     return function(*args, **named)
