@@ -209,7 +209,7 @@ class Refused:
 
   code: str
   text: str
-  retry_ns: int | None
+  retry_ns: int | None = None
 
 
 def unproved(why: str) -> Refused:

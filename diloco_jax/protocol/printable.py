@@ -14,12 +14,9 @@ def printable(text: str, most: int = MOST_CHARS) -> str:
   >>> printable('x' * 201)[-5:], len(printable('x' * 201))
   ('xx...', 200)
   """
-  text = (
-    text
-    if text.isprintable()
-    else ''.join(
-      one if one.isprintable() else one.encode('unicode_escape').decode()
-      for one in text[: most + 1]
+  if not text.isprintable():
+    text = ''.join(
+      char if char.isprintable() else char.encode('unicode_escape').decode()
+      for char in text[: most + 1]
     )
-  )
   return text if len(text) <= most else f'{text[: most - 3]}...'

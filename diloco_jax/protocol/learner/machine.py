@@ -2,10 +2,7 @@
 
 Two state machines run in parallel: the *connection* (connection.py), and the *training*, which
 needs the connection only once, to start from the published fragments (docs/protocol.md draws it
-from TRAINING_STATES)::
-
-    waiting --every due fragment adopted--> training
-    training --clock reached T--> trained --Finish--> ended
+from TRAINING_STATES).
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
@@ -445,7 +442,7 @@ class LearnerMachine:
       return  # captures occupy the device: at most as many as syncs may be open
     if anchor.capture is not None:
       return  # the version with it, or its verdict, is on the way
-    if not all(one.keep for one, _ in self._arrivals if one.fragment == fragment):
+    if not all(publish.keep for publish, _ in self._arrivals if publish.fragment == fragment):
       return  # its steps are about to be dropped
     if self.steps == anchor.steps:
       if self._may_step():

@@ -180,8 +180,12 @@ class Ledger:
 
   def trained(self, learner: str) -> tuple[int, int]:
     """Steps and tokens of a learner over all its incarnations."""
-    mine = [account for (name, _), account in self.accounts.items() if name == learner]
-    return sum(account.steps for account in mine), sum(account.trained for account in mine)
+    steps = tokens = 0
+    for (name, _), account in self.accounts.items():
+      if name == learner:
+        steps += account.steps
+        tokens += account.trained
+    return steps, tokens
 
   def check(self) -> None:
     for account in self.accounts.values():

@@ -84,26 +84,18 @@ class Start:
 
   def make(self) -> Machine:
     """A new machine. Raises ValueError for an unknown role."""
-    if self.role == 'syncer':
+    if self.role == 'syncer':  # a process imports its own machine alone
       return self._syncer()
     if self.role == 'learner':
       return self._learner()
     raise ValueError(f'role is {self.role!r}, it must be "syncer" or "learner"')
 
-  # A process loads its own machine alone.
-
   def _syncer(self) -> Machine:
     from diloco_jax.protocol.syncer import machine as syncer_machine
 
     if self.state is None:
-      return syncer_machine.SyncerMachine(
-        self.config,
-        self.agreement,
-        self.run,
-        self.digests,
-        self.payload_bytes,
-        self.links_measured,
-      )
+      new = self.agreement, self.run, self.digests, self.payload_bytes, self.links_measured
+      return syncer_machine.SyncerMachine(self.config, *new)
     return syncer_machine.SyncerMachine.restore(
       self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
     )
@@ -283,16 +275,16 @@ class Reader:
     match = _LINE.fullmatch(line)
     if match is None:
       raise TapeError(f'this is not a line of a tape: {codec.short(line)}')
-    body, found = match[1], match[2].decode()
+    body, written = match[1], match[2].decode()
     header = self._header_of(body) if body.startswith(_HEADER) else None
     follows = _chain(header.previous if header else self.hash, body)
-    if found != follows:
+    if written != follows:
       raise TapeError(
-        f'the hash of the line is {found}, but its text and the line before it give '
+        f'the hash of the line is {written}, but its text and the line before it give '
         f'{follows}: the line was changed, or one before it is missing'
       )
     self._continue(header)
-    self.hash = found
+    self.hash = written
     return header or self._turn_of(body)
 
   def _header_of(self, body: bytes) -> Header:

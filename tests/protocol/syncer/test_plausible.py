@@ -175,7 +175,7 @@ def test_a_process_that_the_syncer_does_not_know_has_no_past():
   at 0, and a Confirm that claims steps or a shard is refused."""
   talk = three()
   talk.asks('l3', incarnation=1)
-  assert [one.incarnation for one in talk.sent(messages.Offer)] == [2]
+  assert [message.incarnation for message in talk.sent(messages.Offer)] == [2]
   talk.confirms('l3', clock=4, steps=4, tokens=40)
   assert isinstance(talk.out[-1], actions.Close) and 'l3' not in talk.machine._members.by_id
 
@@ -319,20 +319,20 @@ def test_a_learner_remembers_its_run_and_believes_no_syncer_of_another():
   (join,) = single.contents(learner.handle(10**12, events.Connected(session=2)), messages.Join)
   assert (join.run, join.incarnation) == ('r0', 1)
   out = learner.handle(10**12, single.received(2, messages.Offer(run='r9', incarnation=1)))
-  assert [type(one) for one in out] == [actions.Close]
+  assert [type(action) for action in out] == [actions.Close]
 
 
 def test_a_run_keeps_its_name():
   again = contributing().restarted()
   again.asks('l0')
-  assert [one.run for one in again.sent(messages.Offer)] == ['r0']
+  assert [message.run for message in again.sent(messages.Offer)] == ['r0']
 
 
 # --- What people are told (F5) --------------------------------------------------------------------
 
 
 def said(out: list) -> list[str]:
-  return [one.text for one in out if isinstance(one, actions.Say)]
+  return [action.text for action in single.of(out, actions.Say)]
 
 
 def test_a_syncer_says_within_a_minute_that_nothing_is_merged():
@@ -369,9 +369,9 @@ def test_a_syncer_says_that_only_zeros_are_merged_unless_the_run_has_just_begun(
   talk.hears('l0', single.contribution(), 5)
   later = copy.deepcopy(talk)
   later.machine._screening.usual[0].commits = later.machine._config.norm_warmup
-  for one, begun in ((talk, True), (later, False)):
-    one.turn(dataclasses.replace(single.merge_done(2), norms=(0,)))
-    assert any('merged only zeros' in line for line in one.said) != begun
+  for run, begun in ((talk, True), (later, False)):
+    run.turn(dataclasses.replace(single.merge_done(2), norms=(0,)))
+    assert any('merged only zeros' in line for line in run.said) != begun
 
 
 def test_a_learner_says_that_it_is_not_connected():
@@ -381,7 +381,7 @@ def test_a_learner_says_that_it_is_not_connected():
     now_ns = 10 * session * SECOND_NS
     out = learner.handle(now_ns, events.Wake())
     out += learner.handle(now_ns, events.Disconnected(session=session, reason='refused'))
-    lines += [one for one in said(out) if 'not connected: refused' in one]
+    lines += [line for line in said(out) if 'not connected: refused' in line]
   assert 5 <= len(lines) <= 8  # at once, and once a minute of six and a half
 
 

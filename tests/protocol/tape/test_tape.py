@@ -284,15 +284,15 @@ def starts() -> Iterator[tape_lib.Start]:
   of_syncer = start(
     role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8), identity=None
   )
-  for one in (start(), of_syncer):
-    yield one
-    yield dataclasses.replace(one, digests=None, state=one.make().state())
+  for begun in (start(), of_syncer):
+    yield begun
+    yield dataclasses.replace(begun, digests=None, state=begun.make().state())
 
 
 def test_a_start_makes_the_machine_of_its_role():
-  made = [type(one.make()) for one in starts()]
-  assert made == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
-  assert [one.make().state()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
+  kinds = [type(begun.make()) for begun in starts()]
+  assert kinds == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
+  assert [begun.make().state()['digests'] for begun in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
 
 
 # --- Reading whole, torn and damaged tapes --------------------------------------------------------
@@ -429,10 +429,12 @@ def test_one_edited_action_is_shown_with_its_context():
 
   result = replay_machines.replay(edited(recorded(), 6, edit))
   assert (result.identical, result.events) == (False, 6)
-  found = result.divergence
-  assert (found.turn.index, found.turn.now_ns, found.turn.event) == (5, 5, EVENTS[5])
-  assert [turn.index for turn in found.before] == [0, 1, 2, 3, 4]
-  assert found.turn.actions[0].message.tokens == 11 and found.replayed[0].message.tokens == 10
+  divergence = result.divergence
+  assert (divergence.turn.index, divergence.turn.now_ns, divergence.turn.event) == (5, 5, EVENTS[5])
+  assert [turn.index for turn in divergence.before] == [0, 1, 2, 3, 4]
+  assert (
+    divergence.turn.actions[0].message.tokens == 11 and divergence.replayed[0].message.tokens == 10
+  )
   text = result.text()
   assert text.startswith('diverges at turn 5:\nturn 0 at 0 ns  {"kind":"Wake"} -> Dial\n')
   event = '{"kind":"StepDone","tokens":5,"step_ns":9,"data_ns":0,"saving_ns":0,"loss":null}'
@@ -479,10 +481,10 @@ def test_the_order_of_a_dict_matters():
 
 def test_a_long_difference_is_shown_at_its_position():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
-  found = replay_machines.Divergence(
+  divergence = replay_machines.Divergence(
     tape_lib.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
   )
-  lines = found.text().splitlines()
+  lines = divergence.text().splitlines()
   assert 'xhere' in lines[-2] and 'xHERE' in lines[-1] and max(map(len, lines)) < 300
 
 
