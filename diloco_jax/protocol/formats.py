@@ -2,9 +2,9 @@
 refused.
 
 A release raises a number if the release before could misread what it writes. Whoever opens a file
-or hears a peer compares the number first: another one is refused in one sentence, before anything
+or answers a peer compares the number first: another one is refused in one sentence, before anything
 is changed. No release converts one. In a JSON object the number is `format`, and `program` is the
-release that wrote it. docs/reference/files.md says where each number is.
+release that wrote it. docs/reference/files.md has the place of each number.
 """
 
 from typing import Any

@@ -7,7 +7,7 @@ def printable(text: str, most: int = MOST_CHARS) -> str:
   """`text` on one line of at most `most` characters.
 
   Characters that are not printable (control characters, line breaks, marks that turn the direction
-  of writing, surrogates) are escaped. Of a text that has been here already nothing changes.
+  of writing, surrogates) are escaped. A text that is printable does not change.
 
   >>> printable('a b\\r\\x1b[2J[syncer] all good')
   'a b\\\\r\\\\x1b[2J[syncer] all good'

@@ -89,7 +89,7 @@ class Connection:
   def keep(self, now_ns: int, ending: bool) -> None:
     """Dials after a pause, closes the session of a silent syncer, renews the lease."""
     if not ending:
-      self.standing.tell(now_ns)
+      self.standing.say_if_due(now_ns)
     if self.state == 'away':
       if now_ns >= self._redial_ns and not ending:
         self._dial(now_ns)

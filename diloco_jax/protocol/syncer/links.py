@@ -136,7 +136,7 @@ class Links:
   # --- What follows -------------------------------------------------------------------------------
 
   def _judge(self, member: members_lib.Member) -> None:
-    """Changes what is asked of the learner, if its link says so."""
+    """Changes what is asked of the learner, if the measures of its link require it."""
     up, before, factor = member.up, member.up.periods, self._tempo.factor
     known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value > 0
     if not (self._adapts and known and len(up.samples) == SAMPLES):
@@ -224,7 +224,7 @@ class Links:
       return False
     slot_ns = step_ns * self._config.period // self._config.fragments
     share = self._median(lambda member: self._longest_ns(member) * PERMILLE // slot_ns)
-    if not self._adapts:  # the time of so small payloads is not that of a link
+    if not self._adapts:  # so small payloads measure no link
       share = 0
     delay_ns = self._median(self._round_trip_ns)
     delay = delay_ns // step_ns if delay_ns >= tempo_lib.LEAST_DELAY_NS else 0
@@ -242,7 +242,7 @@ class Links:
     return True
 
   def _pace_ns(self) -> int:
-    """The time of an inner step of the run: that of the K-th fastest learner, and not less than the
+    """The time of an inner step of the run: the time of the K-th fastest learner, and at least the
     lower median, so that no learner alone shortens it; 0: not known."""
     steps_ns = [member.inner_step_ns for member in self._members.live()]
     times = sorted(step_ns for step_ns in steps_ns if step_ns)

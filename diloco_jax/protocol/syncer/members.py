@@ -86,7 +86,7 @@ class Copy:
   due: bool = False  # to adopt before it may contribute. Invariant: only Joined sets it
   tokens: int = 0  # of the learner when it adopted. Invariant: at most what it has trained
   # The learner must drop its steps when it adopts next, after a fault. Invariant: only an Adopted
-  # that says so, or another process, ends it.
+  # with a reason, or another process, ends it.
   spoiled: bool = False
   # Sent whole in this heartbeat, since its bits differed, and they differ again. Invariant:
   # `differs` only if `repaired`.

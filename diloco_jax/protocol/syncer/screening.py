@@ -23,17 +23,18 @@ learners; without those that joined later, who cannot know how long the others w
 A norm is not too large if it is `common`: if more than half of the live learners have such norms in
 this outer step, then all have grown.
 
-The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
-it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
-is in *quarantine*: the syncer closes its session and refuses its process for good. Another process
-under the same id begins without strikes. If the norms of more than half of the live learners are
-refused, then not they but the usual norms are wrong: the syncer forgets these and the strikes.
+The syncer merges the other payloads, sends the learner the verdict `bad_value`, discards its tokens
+and counts a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the
+learner is in *quarantine*: the syncer closes its session and refuses its process for good. Another
+process under the same id begins without strikes. If the norms of more than half of the live
+learners are refused, then not they but the usual norms are wrong: the syncer forgets these and the
+strikes.
 
 Until it knows that, a norm alone leads to quarantine only if a payload of another learner was
 merged since the first of the strikes, or after `strikes` for each of the P fragments: where the
 norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
 
-A norm of exactly 0 says that the learner trained nothing in these steps, as between two updates of
+A norm of exactly 0 shows that the learner trained nothing in these steps, as between two updates of
 an optimizer that accumulates gradients: if it is refused, that is no strike and no doubt about the
 usual norm, and if it is merged, it has no vote.
 
@@ -225,14 +226,10 @@ class Screening:
     self._successor = ''  # the learner from which the run goes on, if it is one alone
     self.usual = [Usual() for _ in range(books.config.fragments)]
 
-  def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
-    """The least and the greatest norm of a participant of the next outer step."""
-    return self.usual[fragment].limits(steps, self._config, shared_steps)
-
   def goes_on_from(
     self, now_ns: int, given: Sequence[tuple[str, messages.Contribution]], merged: Sequence[int]
   ) -> str:
-    """The learner from which the run goes on, if more than half of those that have given a payload
+    """The learner from which the run goes on, if more than half of those that have sent a payload
     have trained apart for too long; '': a mean of all is merged.
 
     It is the same for all fragments: the one that was chosen last, else (also after a restart in

@@ -21,7 +21,7 @@ its batches was merged for its fragment before.
 
 With `data.local` each learner has data of its own. Its batches then have a *number* instead of a
 shard: the one that it had before, or one under which nothing was ever merged. So no learner waits
-for a number, none ever reads on under that of another, and each batch of a learner's own data
+for a number, none ever reads on under the number of another, and each batch of a learner's own data
 counts once. Nothing is known of the data themselves: two learners may have the same text.
 """
 

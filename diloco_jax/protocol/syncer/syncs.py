@@ -1,6 +1,6 @@
 """The syncs in hand: those that are announced or open, their payloads, and how they end.
 
-A sync pulls its fragment from every contributor: when it is announced, so that the learner gives it
+A sync pulls its fragment from every contributor: when it is announced, so that the learner sends it
 when it is due, and again when it opens, from those that have not answered. Each contributor answers
 once, with a payload or with a reason to send none; then the sync does not wait for it any more::
 
@@ -10,9 +10,9 @@ once, with a payload or with a reason to send none; then the sync does not wait 
 The sync holds a payload that counts until it merges or is cancelled. Before that the syncer
 withdraws the payload when its learner's session closes (the learner sends the tokens again), or
 when its learner drops the steps of it. If learners rebase, a payload that is late counts for the
-next sync of its fragment. A payload that does not count is dropped immediately; the learner is
-told, except of repeats. Its tokens are discarded with the reason (verdicts.py), unless the learner
-keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
+next sync of its fragment. A payload that does not count is dropped immediately; the learner gets a
+verdict, except for a repeat. Its tokens are discarded with the reason (verdicts.py), unless the
+learner keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
 
 A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """
@@ -404,7 +404,8 @@ class Syncs:
     member = self._members.by_id[learner]
     settled = self._settle_tokens(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
-    least, limit = self._screening.limits(message.fragment, message.steps, shared_steps)
+    usual = self._screening.usual[message.fragment]
+    least, limit = usual.limits(message.steps, self._config, shared_steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,

@@ -10,8 +10,8 @@ The verdict on a plausible contribution (plausible.py) is the first that holds:
     DUPLICATE   its tokens begin before those that are settled
     ''          it counts
 
-With a reason of messages.Reason its tokens are discarded; if learners rebase, those of a late or
-stale one stay unsettled, and the learner carries them on. The verdict on a Join is None, or a
+With a reason of messages.Reason its tokens are discarded; if learners rebase, the tokens of a late
+or stale one stay unsettled, and the learner carries them on. The verdict on a Join is None, or a
 refusal with the first reason that holds, the syncer's and the learner's value, and what to do.
 """
 

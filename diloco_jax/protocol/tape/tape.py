@@ -94,8 +94,14 @@ class Start:
     from diloco_jax.protocol.syncer import machine as syncer_machine
 
     if self.state is None:
-      new = self.agreement, self.run, self.digests, self.payload_bytes, self.links_measured
-      return syncer_machine.SyncerMachine(self.config, *new)
+      return syncer_machine.SyncerMachine(
+        self.config,
+        self.agreement,
+        self.run,
+        self.digests,
+        self.payload_bytes,
+        self.links_measured,
+      )
     return syncer_machine.SyncerMachine.restore(
       self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
     )
@@ -167,28 +173,24 @@ class Writer:
     commit: str = 'unknown',
     versions: dict[str, str] | None = None,
   ):
-    self._start = start
-    self._config_digest = config_digest
-    self._commit = commit
-    self._versions = versions or {}
-    self._segment = 0
+    self._header = Header(
+      schema=SCHEMA,
+      segment=0,
+      previous=GENESIS,
+      role=start.role,
+      node=start.node,
+      start=start,
+      config_digest=config_digest,
+      commit=commit,
+      versions=versions or {},
+    )
     self.index = 0  # of the next turn
     self.hash = GENESIS
 
   def header(self) -> bytes:
     """The first line of the next segment; to be written before any turn."""
-    header = Header(
-      schema=SCHEMA,
-      segment=self._segment,
-      previous=self.hash,
-      role=self._start.role,
-      node=self._start.node,
-      start=self._start,
-      config_digest=self._config_digest,
-      commit=self._commit,
-      versions=self._versions,
-    )
-    self._segment += 1
+    header = dataclasses.replace(self._header, previous=self.hash)
+    self._header = dataclasses.replace(header, segment=header.segment + 1)
     return self._line(header)
 
   def turn(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> bytes:
@@ -296,7 +298,7 @@ class Reader:
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:
-    """Raises TapeError unless a header stands exactly where one is due."""
+    """Raises TapeError unless a header comes exactly where one is due."""
     if header is None:
       if self.header is None:
         raise TapeError('the first line is not a header')
