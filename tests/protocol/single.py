@@ -17,25 +17,12 @@ MS = engine_lib.MS
 
 
 def new_machine(**settings: Any) -> Any:
-  config = transcript.make_config(
-    **{
-      'learners': 1,
-      'fragments': 1,
-      'period': 2,
-      'overlap': 1,
-      'quorum': 1,
-      'total_steps': 8,
-      **settings,
-    }
-  )
-  count = config.fragments
+  usual = {'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'total_steps': 8}
+  config = transcript.make_config(**usual | settings)
+  digests = (77,) * config.fragments
+  sizes = (network_lib.PAYLOAD_BYTES,) * config.fragments
   return syncer_machine.SyncerMachine(
-    config,
-    world_lib.AGREEMENT,
-    world_lib.RUN,
-    (77,) * count,
-    (network_lib.PAYLOAD_BYTES,) * count,
-    links_measured=True,
+    config, world_lib.AGREEMENT, world_lib.RUN, digests, sizes, links_measured=True
   )
 
 
@@ -122,18 +109,8 @@ def whole(version: int) -> events.FragmentRead:
 
 
 def new_learner(**settings: Any) -> Any:
-  config = transcript.make_config(
-    **{
-      'learners': 2,
-      'fragments': 2,
-      'period': 4,
-      'overlap': 1,
-      'quorum': 2,
-      'max_lag': 0,
-      'total_steps': 20,
-      **settings,
-    }
-  )
+  usual = {'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0}
+  config = transcript.make_config(**usual | {'total_steps': 20} | settings)
   identity = learner_machine.Identity(
     learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1
   )

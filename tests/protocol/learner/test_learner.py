@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import alone, checkpoints
 from diloco_jax.verification.sim import engine as engine_lib
@@ -85,27 +85,13 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   train(machine, 10)
   machine.handle(11 * MS, encoded(2, 0, payload_id=1))
   for cancelled, pulled, answers in ((6, 10, 0), (2, 14, 1)):
-    machine.handle(
-      12 * MS,
-      received(1, messages.Settled(sync=cancelled, fragment=0, merged=False, reason='cancelled')),
-    )
+    machine.handle(12 * MS, settled(cancelled, 'cancelled'))
     machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0, now=True)))
     out = train(machine, 20)
     if of(out, actions.Encode):
       out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
     assert len(contents(out, messages.Contribution)) == answers, (cancelled, out)
     assert not contents(out, messages.Decline)
-
-
-def test_a_learner_that_overwrites_keeps_nothing():
-  machine = new_learner(max_lag=None, adopt=config_lib.ADOPT.index('overwrite'))
-  connect(machine, 1, 0)
-  machine.handle(MS, received(1, publish(2, 0, version=1, keep=True), payload_id=4))
-  out = train(machine, 10)
-  (action,) = of(out, actions.Adopt)
-  assert (action.whole, action.keep, action.merged) == (False, False, False)
-  reported = [one.fact.reason for one in of(out, actions.Report)]
-  assert reported == ['overwritten'], 'the ledger settles them'
 
 
 # --- Rebase ---------------------------------------------------------------------------------------
@@ -174,7 +160,7 @@ def test_no_payload_begins_among_tokens_that_were_refused(reason):
   fresh = publish(2, 0, version=1, settled_to=10, keep=False)
   machine.handle(32 * MS, received(1, fresh, payload_id=4))
   work = of(train(machine, 40), actions.Work)
-  assert [type(one) for one in work] == [actions.Adopt, actions.Step] and not work[0].keep
+  assert [type(action) for action in work] == [actions.Adopt, actions.Step] and not work[0].keep
   assert of(train(machine, 50), actions.Encode)
   (contribution,) = contents(
     machine.handle(51 * MS, encoded(10, 0, payload_id=2)), messages.Contribution
@@ -213,17 +199,6 @@ def test_the_answer_to_a_closing_sync_waits_for_the_verdict_on_the_last_capture(
   assert of(train(machine, 40), actions.Encode)
 
 
-def test_an_adoption_tells_the_steps_since_the_last_one():
-  machine = captured()
-  for version, upto in ((1, 10), (2, 10)):
-    machine.handle(21 * MS, received(1, publish(2 * version, 0, version, upto), payload_id=version))
-    out = train(machine, 30)
-    reported = [action.fact for action in of(out, actions.Report)]
-    assert [fact.steps_between for fact in reported if isinstance(fact, facts.Adopted)] == [
-      3 if version == 1 else 1
-    ]
-
-
 # --- Asked to end ---------------------------------------------------------------------------------
 
 
@@ -248,9 +223,7 @@ def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
   assert not contents(out, messages.Leave)
   waits = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
   assert not contents(waits, messages.Decline)
-  out = machine.handle(
-    20 * MS, received(1, messages.Settled(sync=2, fragment=0, merged=True, reason=''))
-  )
+  out = machine.handle(20 * MS, settled(2, ''))
   assert [m.reason for m in contents(out, messages.Leave)] == ['preempted']
   assert isinstance(out[-1], actions.Exit) and out[-1].code == 0
   assert machine.deadline_ns is None
@@ -298,12 +271,8 @@ def _unanswered(machine: Any, session: int, from_ns: int, every_s: int = 10) -> 
     if actions.Dial(session=session) in out:
       out += machine.handle(now_ns, events.Disconnected(session=session, reason='nothing listens'))
       session += 1
-    out += [
-      one
-      for action in out
-      if isinstance(action, actions.Save)
-      for one in machine.handle(now_ns, events.SaveDone(clock=action.clock))
-    ]
+    for save in of(out, actions.Save):
+      out = out + machine.handle(now_ns, events.SaveDone(clock=save.clock))
     if ends := of(out, actions.Exit):
       return now_ns - from_ns, ends[0]
   raise AssertionError('it dials for ever')

@@ -37,7 +37,7 @@ def test_messages_before_joined_have_no_effect():
       payload_id = 5 if isinstance(message, messages.Contribution) else None
       talk.hears(1, message, payload_id)
       assert talk.closed == [1]
-      assert [one.payload_id for one in talk.of(actions.Drop)] == ([5] if payload_id else [])
+      assert [drop.payload_id for drop in talk.of(actions.Drop)] == ([5] if payload_id else [])
       assert talk.machine.state() == before
 
 

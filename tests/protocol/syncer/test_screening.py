@@ -22,18 +22,8 @@ UNIT, BAD = screening_lib.UNIT, screening_lib.NOT_FINITE
 
 
 def config(**changes):
-  return transcript.make_config(
-    **{
-      'norm_factor': 10,
-      'learners': 1,
-      'fragments': 1,
-      'period': 1,
-      'overlap': 0,
-      'quorum': 1,
-      'total_steps': 9,
-      **changes,
-    }
-  )
+  usual = {'norm_factor': 10, 'learners': 1, 'fragments': 1, 'period': 1, 'overlap': 0}
+  return transcript.make_config(**usual | changes)
 
 
 # --- The limit of norms ---------------------------------------------------------------------------
@@ -53,6 +43,7 @@ def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   assert usual(*norms, commits=7).limits(4, config()) == (0, None)  # not yet
   assert usual(*norms, commits=2).limits(4, config(norm_warmup=2))[1] == 20 * UNIT
   assert usual(*norms, commits=1).limits(4, config(norm_warmup=1)) == (0, None)  # no first norm
+  assert usual(2 * UNIT).limits(4, config()) == (0, 20 * UNIT)  # one vote makes none too small
   assert usual(*norms).limits(4, config(norm_factor=3))[1] == 6 * UNIT
   assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
 
@@ -100,11 +91,6 @@ def test_one_learner_has_one_vote_however_often_it_is_merged():
 def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
   least, limit = usual(2 * UNIT, other).limits(4, config())
   assert not screening_lib.refused(2 * UNIT, least, limit)
-
-
-def test_a_single_vote_makes_no_norm_too_small():
-  history = usual(2 * UNIT)
-  assert history.limits(4, config()) == (0, 20 * UNIT)
 
 
 def test_more_than_half_of_the_learners_are_not_wrong():
@@ -251,10 +237,8 @@ def test_a_late_payload_of_the_time_before_a_stall_is_no_answer_for_the_steps_of
   run.tokens = 170
   run.contribute(168, 'l0', to=1680)
   (participants,) = run.all
-  assert [(participant.learner, participant.steps) for participant in participants] == [
-    ('l0', 151),
-    ('l1', 148),
-  ]
+  steps = {participant.learner: participant.steps for participant in participants}
+  assert steps == {'l0': 151, 'l1': 148}
 
 
 def test_what_was_open_before_a_stall_is_no_wait_in_vain():
@@ -406,11 +390,8 @@ def test_a_bad_payload_does_not_affect_the_others_and_the_console_names_the_host
   merged = duo.machine._ledger.totals()['merged']
   assert duo.is_usual()
   duo.ends(2 * UNIT, 60 * UNIT)
-  settled = [duo.sent(messages.Settled, name) for name in ('l0', 'l1')]
-  assert [(message.merged, message.reason) for (message,) in settled] == [
-    (True, ''),
-    (False, 'bad_value'),
-  ]
+  settled = [message for name in ('l0', 'l1') for message in duo.sent(messages.Settled, name)]
+  assert [message.reason for message in settled] == ['', 'bad_value']
   for name in ('l0', 'l1'):  # the new version is the fresh anchor of the refused one
     assert [message.version for message in duo.sent(messages.Publish, name)] == [9]
   totals = duo.machine._ledger.totals()
@@ -591,15 +572,8 @@ def test_without_strikes_repeats_are_one_line_a_pause_with_their_number_and_no_q
   assert 'NaN or Inf for fragment 0' in line and '(5 more since the last such line)' in line
 
 
-NORMS = [
-  (UNIT, UNIT),
-  (UNIT, BAD),
-  (BAD, BAD),
-  (60 * UNIT, 60 * UNIT),
-  (UNIT, 60 * UNIT),
-  (UNIT, 0),
-  (0, 0),
-]
+FAR = 60 * UNIT
+NORMS = [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD), (FAR, FAR), (UNIT, FAR), (UNIT, 0), (0, 0)]
 
 
 @pytest.mark.parametrize('lost', [False, True])

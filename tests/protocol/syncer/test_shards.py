@@ -93,9 +93,8 @@ def test_a_disconnected_learner_keeps_its_shard_while_others_are_free():
   shards.assign('l0', None, None, {'l0'})
   assert shards.assign('l1', None, None, {'l1'}) == ShardPosition(1, 0)
   move(shards, 1, 4)
-  assert shards.assign('l2', None, None, {'l2'}) == ShardPosition(
-    0, 0
-  )  # of the two disconnected ones, the least read
+  least_read = ShardPosition(0, 0)  # of the two that are disconnected
+  assert shards.assign('l2', None, None, {'l2'}) == least_read
   assert shards.assign('l3', None, None, {'l1', 'l2', 'l3'}) is None
   assert shards.all_read({'l1', 'l2', 'l3'})
 

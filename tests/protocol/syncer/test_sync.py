@@ -39,10 +39,8 @@ def test_grace_formula():
   assert window.window_ns(longer, 100) == (3 * 2 * 100 - 50) * 750 // 1000
   window.sync_ns.add(450)  # now it takes 100
   far = tempo_lib.Tempo(config, delay=4)
-  answer_ns = 4 * 100
-  assert window.window_ns(far, 100) == answer_ns + 2 * 100 * 750 // 1000, (
-    'no slack is needed for it'
-  )
+  answer_ns = 4 * 100  # it needs no slack
+  assert window.window_ns(far, 100) == answer_ns + 2 * 100 * 750 // 1000
 
 
 @pytest.mark.parametrize('away', [False, True])
