@@ -48,15 +48,17 @@ def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
 
 
-def test_the_limit_grows_with_more_steps_up_to_a_bound_and_does_not_shrink_with_fewer():
-  limits = [usual(2 * UNIT).limits(steps, config(), steps)[1] for steps in (1, 4, 8, 400, 10**6)]
-  assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 640 * UNIT, 640 * UNIT]
-
-
-def test_the_steps_of_one_learner_alone_do_not_make_the_limit_grow():
-  """found A1: a claim of 900,000 steps made a norm of 320 times the usual one allowed."""
-  limits = [usual(2 * UNIT).limits(10**6, config(), shared)[1] for shared in (0, 4, 8, 100)]
-  assert limits == [80 * UNIT, 80 * UNIT, 160 * UNIT, 640 * UNIT]
+@pytest.mark.parametrize(
+  'steps, shared, factor',
+  [
+    # It grows with more steps up to a bound and does not shrink with fewer.
+    *[(1, 1, 20), (4, 4, 20), (8, 8, 40), (400, 400, 640), (10**6, 10**6, 640)],
+    # found A1: a claim of one learner of 900,000 steps allowed a norm of 320 times the usual one.
+    *[(10**6, 0, 80), (10**6, 4, 80), (10**6, 8, 160), (10**6, 100, 640)],
+  ],
+)
+def test_the_limit_grows_with_steps_that_the_learners_share(steps, shared, factor):
+  assert usual(2 * UNIT).limits(steps, config(), shared)[1] == factor * UNIT
 
 
 def test_a_norm_that_has_all_but_vanished_is_refused_and_fewer_steps_may_be_shorter():

@@ -60,27 +60,20 @@ def test_an_id_gets_its_own_shard_again_at_the_committed_cursor():
   assert shards.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 8)
 
 
-def test_a_process_that_reconnects_continues_at_its_position():
-  shards = books()
-  shards.assign('l0', None, None, {'l0'})
-  assert shards.assign('l0', ShardPosition(0, 7), 0, {'l0'}, steps=7) == ShardPosition(0, 7)
+@pytest.mark.parametrize('restarted', [False, True])
+def test_a_process_that_reconnects_continues_at_its_position(restarted):
+  """A restarted syncer accepts a claim on a shard that nobody holds."""
+  shards, claim = books(), ShardPosition(0, 7)
+  if not restarted:
+    shards.assign('l0', None, None, {'l0'})
+  assert shards.assign('l0', claim, None if restarted else 0, {'l0'}, steps=7) == claim
 
 
-def test_a_restarted_syncer_accepts_a_claim_on_an_unheld_shard():
-  shards, claim = books(v2=5), ShardPosition(2, 7)
-  assert shards.assign('l0', claim, None, {'l0'}, steps=2) == claim
-
-
-def test_a_process_has_read_no_more_batches_than_it_made_steps():
-  """Else a liar could skip the batches of a free shard, or all that there can be."""
-  shards = books(v2=5)
-  assert shards.assign('l0', ShardPosition(2, 2**53), None, {'l0'}, steps=2) == ShardPosition(0, 0)
-
-
+# Of the last one: else a liar could skip the batches of a free shard, or all that there can be.
 @pytest.mark.parametrize(
   'claim',
-  [ShardPosition(2, 4), ShardPosition(1, 9), ShardPosition(3, 9)],
-  ids=['merged further since', 'read by another', 'there is no such shard'],
+  [ShardPosition(2, 4), ShardPosition(1, 9), ShardPosition(3, 9), ShardPosition(2, 2**53)],
+  ids=['merged further since', 'read by another', 'there is no such shard', 'more than its steps'],
 )
 def test_a_claim_that_does_not_hold_is_not_kept(claim):
   shards = books(v2=5)
@@ -112,18 +105,12 @@ def test_a_shard_whose_cursor_may_move_gets_no_new_reader():
   assert shards.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 6)
 
 
-def test_the_cursor_of_a_refused_outer_step_does_not_move():
-  shards = books(1)
-  shards.merge(4, 0, [('l0', said(0, 6))])
-  shards.end(4, (), failed=True)
-  assert shards.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 0)
-
-
-def test_the_cursor_of_a_refused_participant_does_not_move():
+@pytest.mark.parametrize('failed, committed', [(False, (6, 0)), (True, (0, 0))])
+def test_the_cursor_of_a_refused_participant_or_outer_step_does_not_move(failed, committed):
   shards = books(2)
   shards.merge(4, 0, [('l0', said(0, 6)), ('l1', said(1, 5))])
-  shards.end(4, ('l1',), failed=False)
-  assert (shards.committed(0), shards.committed(1)) == (6, 0)
+  shards.end(4, ('l1',), failed)
+  assert (shards.committed(0), shards.committed(1)) == committed
 
 
 # --- Cursors --------------------------------------------------------------------------------------
