@@ -61,7 +61,7 @@ class Transport(Protocol):
 
   def shutdown(self, grace_s: float, reason: str = '') -> None:
     """Ends every session, after at most `grace_s` for sending the queued messages. `reason`: what
-    the peers of a syncer hear, if it is more than that."""
+    the peers of a syncer receive, if it is more than that."""
 
 
 MakeTransport = Callable[[Post, Payloads], Transport]

@@ -17,8 +17,8 @@ class ActionList:
 
   def take(self) -> list[actions.Action]:
     """All actions since the last call."""
-    taken, self._actions = self._actions, []
-    return taken
+    decided, self._actions = self._actions, []
+    return decided
 
   def do(self, action: actions.Action) -> None:
     self._actions.append(action)

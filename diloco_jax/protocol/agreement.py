@@ -33,9 +33,9 @@ def of_run(text: str) -> str:
   return encode({name: value for name, value in facts.items() if name not in MAY_CHANGE})
 
 
-def differences(here: str, there: str) -> list[str]:
-  """Where the agreement `here` (the joining learner's) differs from `there` (the run's)."""
-  ours, theirs = _decode(here), _decode(there)
+def differences(agreement: str, of_syncer: str) -> list[str]:
+  """Where the agreement of the joining learner, `here`, differs from the run's, `there`."""
+  ours, theirs = _decode(agreement), _decode(of_syncer)
   return [
     f'{printable.printable(name)} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
     for name in sorted(ours.keys() | theirs.keys())
@@ -43,22 +43,22 @@ def differences(here: str, there: str) -> list[str]:
   ]
 
 
-def changed(here: dict, there: dict, but: Collection[str]) -> list[str]:
+def changed(ours: dict, theirs: dict, but: Collection[str]) -> list[str]:
   """The differences of settings, apart from those named in `but`."""
-  ours, theirs = (
+  kept = [
     encode({name: value for name, value in facts.items() if name not in but})
-    for facts in (here, there)
-  )
-  return differences(ours, theirs)
+    for facts in (ours, theirs)
+  ]
+  return differences(*kept)
 
 
-def refusal(here: str, there: str) -> str:
+def refusal(agreement: str, of_syncer: str) -> str:
   """One line for the learner's user, or '' if both agree."""
-  found = differences(here, there)
-  if not found:
+  rows = differences(agreement, of_syncer)
+  if not rows:
     return ''
-  shown = '; '.join(found[:DIFFERENCES_SHOWN]) + ('; ...' if len(found) > DIFFERENCES_SHOWN else '')
-  count = f'{len(found)} difference{"s" * (len(found) > 1)}'
+  shown = '; '.join(rows[:DIFFERENCES_SHOWN]) + ('; ...' if len(rows) > DIFFERENCES_SHOWN else '')
+  count = f'{len(rows)} difference{"s" * (len(rows) > 1)}'
   return (
     f'This learner does not match the run: {count}: {shown}. Nothing was sent. Start it with the '
     'config and the model of the run; a loop takes each setting that it does not give `join`.'

@@ -310,8 +310,8 @@ class ProtocolConfig:
   )
 
   def __post_init__(self):
-    for field, one in TABLE.items():
-      one.check(self, getattr(self, field))
+    for field, row in TABLE.items():
+      row.check(self, getattr(self, field))
 
   @property
   def heartbeat_ns(self) -> int:
@@ -376,8 +376,8 @@ TABLE = {field.name: _setting_of(field) for field in dataclasses.fields(Protocol
 def described(doc: str | None, names: dict[str, Setting]) -> str:
   """A docstring with the meaning of these fields, for `help()`."""
   lines = [
-    textwrap.fill(f'{name}: {one.doc}', 98, initial_indent='  ', subsequent_indent='    ')
-    for name, one in names.items()
+    textwrap.fill(f'{name}: {row.doc}', 98, initial_indent='  ', subsequent_indent='    ')
+    for name, row in names.items()
   ]
   # Python 3.13 has taken the indentation from a docstring, older ones have not.
   return '\n'.join([inspect.cleandoc(doc or ''), '', 'Of the protocol:', *lines])

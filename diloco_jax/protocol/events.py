@@ -61,7 +61,7 @@ class Stop:
 @_event
 class StepDone:
   """One inner step on `tokens` tokens (0: given up) is done, or is dispatched and the step before
-  is done. The first one that is done and of which no StepDone has told yet took `step_ns` (0: there
+  is done. The first one that is done and that no StepDone has reported yet took `step_ns` (0: there
   is none), of it `data_ns` to wait for its batch; `saving_ns`: how long saves have kept the island
   before it. `loss`: of the newest step of which it is known and finite."""
 

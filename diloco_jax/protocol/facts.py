@@ -122,7 +122,7 @@ class Member:
 
 @fact
 class Progress:
-  """What a learner has told, once per heartbeat in which it steps and at its loss: its clock, the
+  """The reports of a learner, once per heartbeat in which it steps and at its loss: its clock, the
   `steps` and `tokens` of all its incarnations, its loss (None: unknown) and its usual step time."""
 
   learner: str

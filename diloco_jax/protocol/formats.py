@@ -2,9 +2,9 @@
 refused.
 
 A release raises a number if the release before could misread what it writes. Whoever opens a file
-or hears a peer compares the number first: another one is refused in one sentence, before anything
+or answers a peer compares the number first: another one is refused in one sentence, before anything
 is changed. No release converts one. In a JSON object the number is `format`, and `program` is the
-release that wrote it. docs/reference/files.md says where each number is.
+release that wrote it. docs/reference/files.md has the place of each number.
 """
 
 from typing import Any
@@ -33,20 +33,21 @@ class OtherFormat(ValueError):
   """Another release has written it; nothing was changed."""
 
 
-def refusal(name: str, found: object, subject: object, program: object = '') -> str:
+def refusal(name: str, written: object, subject: object, program: object = '') -> str:
   """Why this release does not read something of a format, for people; '' if it does.
 
   Args:
     name: of the format.
-    found: the number in it; None: there is none.
-    subject: of the sentence: what was found.
-    program: the release that wrote it, if it says so.
+    written: the number in it; None: it has none.
+    subject: of the sentence: the file or the peer.
+    program: the release that wrote it, if it has that.
   """
   number = NUMBERS[name]
-  if type(found) is int and found == number:
+  if type(written) is int and written == number:
     return ''
-  what = f'no number of its {name} format' if found is None else f'{name} format {found!r}'
-  reader = 'a newer diloco_jax' if type(found) is int and found > number else 'an older diloco_jax'
+  what = f'no number of its {name} format' if written is None else f'{name} format {written!r}'
+  newer = type(written) is int and written > number
+  reader = 'a newer diloco_jax' if newer else 'an older diloco_jax'
   if type(program) is str and program:
     other = 'another checkout of ' if program == version.__version__ else ''
     reader = f'{other}diloco_jax {program}'
@@ -64,6 +65,6 @@ def stamp(name: str) -> dict[str, Any]:
 
 def taken(name: str, values: dict[str, Any], subject: object) -> dict[str, Any]:
   """The other fields of a JSON object. Raises OtherFormat."""
-  if found := refusal(name, values.get(_NUMBER), subject, values.get(_PROGRAM)):
-    raise OtherFormat(found)
+  if other := refusal(name, values.get(_NUMBER), subject, values.get(_PROGRAM)):
+    raise OtherFormat(other)
   return {field: value for field, value in values.items() if field not in (_NUMBER, _PROGRAM)}

@@ -5,22 +5,7 @@ message: `Contribution` and `Publish` announce a *payload* by size and checksum,
 transport delivers the message only once the payload is complete (see `transport/` and
 `docs/wire_format.md`).
 
-The messages of one learner's process::
-
-    learner                         syncer
-      Join(nonce)          ->
-                           <-  Offer(incarnation)            not durable, reserves nothing
-      Confirm(held)        ->                                the process now holds the id
-                           <-  Joined(clock, shard, cursor, due)
-                           <-  Publish(full) for each due fragment
-      Progress(clock)       ->                                after every inner step
-                           <-  Pull(sync, fragment)          sync t will open soon, or has opened
-      Contribution(...)    ->                                at the step boundary where it is due
-                           <-  Settled(merged | reason)
-                           <-  Publish(version)
-      Adopted(version)     ->                                at the next step boundary
-                           <-  Finish()                      every fragment is closed
-      Leave(reason)        ->
+docs/protocol.md has the conversation of a learner with the syncer.
 """
 
 import dataclasses
@@ -209,11 +194,11 @@ class Refused:
 
   code: str
   text: str
-  retry_ns: int | None
+  retry_ns: int | None = None
 
 
 def unproved(why: str) -> Refused:
-  """What a learner's transport tells its machine when the syncer's end refuses the certificate."""
+  """What a learner's transport passes to its machine when the syncer refuses the certificate."""
   return Refused(code='UNPROVED', text=why, retry_ns=0)
 
 
@@ -246,10 +231,10 @@ class Pull:
 class Publish:
   """A new published value (payload): a delta to `base_version`, or whole if that is None.
 
-  `settled_to`: the receiver's tokens before this count are settled, so those of its payload are in
-  this version if the payload ends there. Those that an outer step in progress merges are not yet
-  counted: the next version contains them. `keep`: the receiver may carry its other steps onto it;
-  False after a refused update or a repair.
+  `settled_to`: the receiver's tokens before this count are settled, so this version contains its
+  payload if that ends there. Tokens that an outer step in progress merges are not yet counted: the
+  next version contains them. `keep`: the receiver may carry its other steps onto it; False after a
+  refused update or a repair.
   """
 
   sync: int

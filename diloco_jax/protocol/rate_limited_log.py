@@ -15,8 +15,8 @@ class Notices:
     self._said: dict[str, tuple[int, int]] = {}  # subject: time of its last line, events since
 
   def say(self, now_ns: int, subject: str, text: str, always: bool = False) -> None:
-    """Says `text`, unless a line about this subject was said within the pause; `always`: in any
-    case."""
+    """Prints `text`, unless a line about this subject was printed within the pause; `always`: in
+    any case."""
     said_ns, more = self._said.pop(subject, (now_ns - self._pause_ns, 0))
     if now_ns - said_ns < self._pause_ns and not always:
       self._said[subject] = said_ns, more + 1

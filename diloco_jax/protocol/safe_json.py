@@ -1,6 +1,6 @@
-"""Reads JSON that another program wrote: a peer's words, a file of the run's folder.
+"""Reads JSON that another program wrote: a message of a peer, a file of the run's folder.
 
-`json.loads` believes its input. A text of 200,000 '[' raises RecursionError, which is no ValueError
+`json.loads` trusts its input. A text of 200,000 '[' raises RecursionError, which is no ValueError
 and so passes most error handlers; '1e999' and 'NaN' are values that no arithmetic expects; a number
 may have any count of digits, and a text any size. `parse` refuses all of these as Unreadable, so
 that a caller has one error to handle.
@@ -18,7 +18,7 @@ _NOT_A_BRACKET = re.compile(r'[^\[\]{}]+')
 
 
 class Unreadable(ValueError):
-  """The text is no JSON that this package would write; the error says what is wrong with it."""
+  """The text is no JSON that this package would write; the error names what is wrong with it."""
 
 
 def parse(

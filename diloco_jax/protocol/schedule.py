@@ -83,9 +83,6 @@ def turn(number: int, fragments: int, factor: int) -> int | None:
   (9, None, 12)
   """
   cycle, rest = divmod(number, factor * fragments)
-  found = -(-rest // factor)
-  if (
-    found < fragments and rest == found * factor - found * math.gcd(factor, fragments) // fragments
-  ):
-    return cycle * fragments + found
-  return None
+  index = -(-rest // factor)
+  first = index * factor - index * math.gcd(factor, fragments) // fragments
+  return cycle * fragments + index if index < fragments and rest == first else None

@@ -27,7 +27,7 @@ MOST_LINKS, ONE_LINK = (900, 700), (1_400, 1_150)
 # A factor stays while it is TIGHT to WIDE times the share (in 1/1000), else it becomes RIGHT times
 # the share.
 TIGHT, WIDE, RIGHT = 1_100, 1_600, 1_250
-LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
+LEAST_BYTES = 1 << 15  # smaller payloads measure encoding and busy cores
 LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
 
@@ -52,7 +52,7 @@ def _fits(share: int, margin: int) -> int:
 
 
 def are_measured(payload_bytes: Sequence[int]) -> bool:
-  """Whether the time of a payload of mean size is that of its link."""
+  """Whether a payload of mean size is large enough to measure its link."""
   return sum(payload_bytes) >= LEAST_BYTES * len(payload_bytes)
 
 
@@ -85,7 +85,7 @@ class Tempo:
     return max(1, self.config.overlap + -(-self.delay // self.factor))
 
   def fact(self, sync: int) -> facts.Tempo:
-    """What the records say; `sync`: the next one."""
+    """The fact for the records; `sync`: the next one."""
     return facts.Tempo(factor=self.factor, delay=self.delay, period=self.period, sync=sync)
 
   def adapt(self, share: int, delay: int) -> bool:

@@ -55,26 +55,38 @@ class Ports:
   def say(self, text: str) -> None:
     self.asked.append(('say', text))
 
+  def record(self, now_ns: int, event: events.Event, asked: Any) -> None:
+    self.asked.append((now_ns, event, list(asked)))
+
+  def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
+    self.asked.append((now_ns, event, error))
+    return 'It is on the tape X.'
+
 
 class Script:
-  """A machine that answers each event with the next actions of its script."""
+  """A machine that answers each event with the next actions of its script, or raises."""
 
   deadline_ns: int | None = None
 
-  def __init__(self, *answers: list[actions.Action]):
+  def __init__(self, *answers: list[actions.Action] | Exception):
     self._answers = list(answers)
     self.seen: list[tuple[int, events.Event]] = []
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     self.seen.append((now_ns, event))
-    return self._answers.pop(0)
+    answer = self._answers.pop(0)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
 
 
-def run(machine: Any, ports: Ports, *posted: events.Event, payloads: Any = None) -> actions.Exit:
+def run(
+  machine: Any, ports: Ports, *posted: events.Event, payloads: Any = None, tape: Any = None
+) -> actions.Exit:
   event_queue = loop.EventQueue()
   for event in posted:
     event_queue.post(event)
-  return loop.Node(machine, event_queue, ports, ports, ports, payloads, ports).run()
+  return loop.Node(machine, event_queue, ports, ports, ports, payloads, ports, tape).run()
 
 
 def test_actions_reach_their_ports_in_order_until_exit():
@@ -95,9 +107,8 @@ def test_actions_reach_their_ports_in_order_until_exit():
     ],
     [end, actions.Say(text='never said')],
   )
-  assert (
-    run(machine, ports, events.Stop(reason='a'), events.Stop(reason='b'), payloads=payloads) == end
-  )
+  stops = events.Stop(reason='a'), events.Stop(reason='b')
+  assert run(machine, ports, *stops, payloads=payloads) == end
   assert ports.asked == [
     ('dial', 1),
     ('admit', 1),
@@ -120,11 +131,7 @@ def test_the_transport_hears_of_every_message_that_was_handled():
 
 
 def test_a_failed_port_ends_the_node_after_the_earlier_events():
-  event_queue, ports, machine = (
-    loop.EventQueue(),
-    Ports(),
-    Script([], [actions.Exit(code=0, text='')]),
-  )
+  event_queue, ports, machine = loop.EventQueue(), Ports(), Script([])
   event_queue.post(events.Stop(reason='a'))
   event_queue.fail(OSError('the disk'))
   event_queue.post(events.Stop(reason='b'))
@@ -147,6 +154,26 @@ def test_a_past_deadline_wakes_at_once_but_after_the_earlier_events():
   assert [type(event) for _, event in machine.seen] == [events.Stop, events.Wake]
 
 
+STEP, END = actions.Step(clock=0), actions.Exit(code=0, text='done')
+WAKE, STOP = events.Wake(), events.Stop(reason='x')
+
+
+def test_a_turn_is_on_the_tape_before_its_actions_are_carried_out():
+  ports = Ports()
+  assert run(Script([STEP], [END]), ports, WAKE, STOP, tape=ports) == END
+  assert ports.asked == [(0, WAKE, [STEP]), ('work', STEP), (0, STOP, [END])]
+
+
+@pytest.mark.parametrize('has_tape, words', [(1, 'It is on the tape X.'), (0, 'There is no tape.')])
+def test_a_machine_that_raises_names_its_tape(has_tape: int, words: str):
+  ports, error = Ports(), KeyError('l7')
+  with pytest.raises(loop.MachineCrash) as raised:
+    run(Script([STEP], error), ports, WAKE, STOP, tape=ports if has_tape else None)
+  assert str(raised.value) == (f"the machine raised KeyError: 'l7', on Stop(reason='x'). {words}")
+  assert raised.value.__cause__ is error
+  assert (ports.asked[-1] == (0, STOP, error)) == bool(has_tape)
+
+
 class Answers:
   """Work that answers at once: every value is 7, every payload the same bytes."""
 
@@ -160,26 +187,16 @@ class Answers:
         self.steps += 1
         self._post(events.StepDone(tokens=5, step_ns=1))
       case actions.Encode(sync=sync, fragment=p):
-        self._post(
-          events.Encoded(
-            sync=sync, fragment=p, payload_id=self._payloads.put(PAYLOAD), payload=ANNOUNCED
-          )
-        )
+        payload_id = self._payloads.put(PAYLOAD)
+        self._post(events.Encoded(sync=sync, fragment=p, payload_id=payload_id, payload=ANNOUNCED))
       case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
         self._payloads.drop(payload_id)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
       case actions.Merge(sync=sync, fragment=p, participants=participants):
         for participant in participants:
           self._payloads.drop(participant.payload_id)
-        self._post(
-          events.MergeDone(
-            sync=sync,
-            fragment=p,
-            payload_id=self._payloads.put(PAYLOAD),
-            payload=ANNOUNCED,
-            digest=7,
-          )
-        )
+        delta = {'payload_id': self._payloads.put(PAYLOAD), 'payload': ANNOUNCED, 'digest': 7}
+        self._post(events.MergeDone(sync=sync, fragment=p, **delta))
       case actions.Save(clock=step):
         self._post(events.SaveDone(clock=step))
 
@@ -207,10 +224,8 @@ def test_a_run_over_real_threads_and_transports_ends():
 
   def serve(machine: Any, make_transport: Any) -> None:
     event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
-    transport, work = (
-      make_transport(event_queue.post, payloads),
-      Answers(event_queue.post, payloads),
-    )
+    transport = make_transport(event_queue.post, payloads)
+    work = Answers(event_queue.post, payloads)
     works.append(work)
     stores.append(payloads)
     node = loop.Node(machine, event_queue, loop.Monotonic(), transport, work, payloads, records)

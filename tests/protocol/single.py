@@ -17,54 +17,13 @@ MS = engine_lib.MS
 
 
 def new_machine(**settings: Any) -> Any:
-  config = transcript.make_config(
-    **{
-      'learners': 1,
-      'fragments': 1,
-      'period': 2,
-      'overlap': 1,
-      'quorum': 1,
-      'total_steps': 8,
-      **settings,
-    }
-  )
-  count = config.fragments
+  usual = {'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'total_steps': 8}
+  config = transcript.make_config(**usual | settings)
+  digests = (77,) * config.fragments
+  sizes = (network_lib.PAYLOAD_BYTES,) * config.fragments
   return syncer_machine.SyncerMachine(
-    config,
-    world_lib.AGREEMENT,
-    world_lib.RUN,
-    (77,) * count,
-    (network_lib.PAYLOAD_BYTES,) * count,
-    links_measured=True,
+    config, world_lib.AGREEMENT, world_lib.RUN, digests, sizes, links_measured=True
   )
-
-
-def joined(**settings: Any) -> tuple[Any, int]:
-  machine = new_machine(**settings)
-  machine.handle(0, received(1, join()))
-  out = machine.handle(1, received(1, confirm()))
-  assert any(isinstance(getattr(a, 'message', None), messages.Joined) for a in out)
-  return machine, 1
-
-
-def two_learners(quorum: int) -> Any:
-  """A syncer with l0 on session 1 and l1 on session 2, and sync 2 open."""
-  return two_learners_of(quorum=quorum)
-
-
-def two_learners_of(**settings: Any) -> Any:
-  """The same, of a run with other settings."""
-  machine, _ = joined(learners=2, **settings)
-  machine.handle(1, received(2, join(learner='l1', nonce=8)))
-  machine.handle(1, received(2, confirm(nonce=8)))
-  for number in (1, 2):
-    machine.handle(2, received(number, progress(2)))
-  return machine
-
-
-def advance(machine: Any, session: int, step: int) -> None:
-  out = machine.handle(2, received(session, progress(step)))
-  assert any(isinstance(getattr(a, 'message', None), messages.Pull) for a in out), out
 
 
 def received(session: int, message: Any, payload_id: int | None = None) -> events.Received:
@@ -138,22 +97,20 @@ def merge_done(sync: int) -> events.MergeDone:
   )
 
 
+def whole(version: int) -> events.FragmentRead:
+  """Fragment 0 is read whole, at version 0 or after `merge_done`."""
+  payload = messages.Payload(size_bytes=64, crc32=0)
+  return events.FragmentRead(
+    fragment=0, version=version, payload_id=8, digest=77 + version, payload=payload
+  )
+
+
 # --- A learner and the messages of its syncer -----------------------------------------------------
 
 
 def new_learner(**settings: Any) -> Any:
-  config = transcript.make_config(
-    **{
-      'learners': 2,
-      'fragments': 2,
-      'period': 4,
-      'overlap': 1,
-      'quorum': 2,
-      'max_lag': 0,
-      'total_steps': 20,
-      **settings,
-    }
-  )
+  usual = {'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0}
+  config = transcript.make_config(**usual | {'total_steps': 20} | settings)
   identity = learner_machine.Identity(
     learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1
   )
@@ -171,7 +128,9 @@ def connect(
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
   offer = messages.Offer(run=world_lib.RUN, incarnation=1)
-  (told,) = contents(machine.handle(now_ms * MS, received(session, offer)), messages.Confirm)
+  (confirm_sent,) = contents(
+    machine.handle(now_ms * MS, received(session, offer)), messages.Confirm
+  )
   return machine.handle(
     now_ms * MS,
     received(
@@ -180,7 +139,7 @@ def connect(
         incarnation=1,
         clock=clock,
         shard=0,
-        cursor=told.cursor,
+        cursor=confirm_sent.cursor,
         due=due,
         settled=settled,
       ),
@@ -216,5 +175,14 @@ def publish(
   )
 
 
+# --- What a machine does --------------------------------------------------------------------------
+
+
+def of(out: list, kind: type) -> list:
+  """The actions of this kind."""
+  return [action for action in out if isinstance(action, kind)]
+
+
 def contents(out: list, kind: type) -> list:
-  return [a.message for a in out if isinstance(a, actions.Send) and isinstance(a.message, kind)]
+  """The messages of this kind that it sends."""
+  return [send.message for send in of(out, actions.Send) if isinstance(send.message, kind)]

@@ -10,10 +10,12 @@ A learner is named by its id, or a session by its number. Every turn ends with t
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import recovery
 from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single
@@ -65,7 +67,7 @@ class Talk:
 
   def confirms(self, name: str, **claims: Any) -> list:
     """Its Confirm of what it was offered in the last turn. `claims`: fields of it."""
-    offered = [one.incarnation for one in self.sent(messages.Offer)]
+    offered = [message.incarnation for message in self.sent(messages.Offer)]
     fragments = self.machine._config.fragments
     confirm = single.confirm(self._nonces[name], fragments, *offered)
     return self.hears(name, dataclasses.replace(confirm, **claims))
@@ -88,7 +90,7 @@ class Talk:
   def loses(self, *names: str, reason: str = 'cut') -> list:
     """The sessions of these learners end."""
     ended = (self.session[name] for name in names)
-    return self.turn(*(events.Disconnected(session=one, reason=reason) for one in ended))
+    return self.turn(*(events.Disconnected(session=number, reason=reason) for number in ended))
 
   def wakes(self, at_ns: int | None = None) -> list:
     self.now_ns = self.now_ns if at_ns is None else at_ns
@@ -104,28 +106,37 @@ class Talk:
       machine=syncer_machine.SyncerMachine.restore(config, world_lib.AGREEMENT, sizes, state)
     )
 
+  def recovered(self, state: dict[str, Any], *records: recovery.Ended) -> dict[str, Any]:
+    """The machine state after these outer steps of the log, which follow a checkpoint's state."""
+    config = self.machine._config
+    sizes = (network_lib.PAYLOAD_BYTES,) * config.fragments
+    load = syncer_machine.SyncerMachine.load
+    return recovery.replay_log(
+      functools.partial(load, config, world_lib.AGREEMENT, sizes), state, records
+    )
+
   # --- What it does -------------------------------------------------------------------------------
 
   def of(self, kind: type) -> list[Any]:
     """The actions of this kind in the last turn."""
-    return [one for one in self.out if isinstance(one, kind)]
+    return [action for action in self.out if isinstance(action, kind)]
 
   def sent(self, kind: Any = messages.Message, who: str = '') -> list[Any]:
     """The messages of this kind in the last turn, to all or to one learner."""
     return [
-      one.message
-      for one in self.of(actions.Send)
-      if isinstance(one.message, kind) and (not who or one.session == self.session[who])
+      action.message
+      for action in self.of(actions.Send)
+      if isinstance(action.message, kind) and (not who or action.session == self.session[who])
     ]
 
   @property
   def said(self) -> list[str]:
-    return [one.text for one in self.of(actions.Say)]
+    return [action.text for action in self.of(actions.Say)]
 
   @property
   def closed(self) -> list[int]:
     """The sessions that it has closed."""
-    return [one.session for one in self.of(actions.Close)]
+    return [action.session for action in self.of(actions.Close)]
 
   @property
   def merges(self) -> list[actions.Merge]:
@@ -133,9 +144,9 @@ class Talk:
 
   @property
   def refusals(self) -> list[str]:
-    return [one.code for one in self.sent(messages.Refused)]
+    return [message.code for message in self.sent(messages.Refused)]
 
   def member(self, name: str = 'l0') -> dict[str, Any]:
     """Its row in the machine state."""
-    (row,) = [one for one in self.machine.state()['members'] if one['learner'] == name]
-    return row
+    rows = {row['learner']: row for row in self.machine.state()['members']}
+    return rows[name]

@@ -35,12 +35,7 @@ RATES = ('loss', 'duplicate')
 
 def make_config(**changes: Any) -> config_lib.ProtocolConfig:
   """A config with short times and no saves; `*_ms` may be given instead of `*_ns`."""
-  settings = {
-    'lease_ms': 1000,
-    'start_wait_ms': 0,
-    'save_steps': 0,
-    **changes,
-  }
+  settings = {'lease_ms': 1000, 'start_wait_ms': 0, 'save_steps': 0, **changes}
   for name in [name for name in settings if name.endswith('_ms')]:
     settings[name[:-3] + '_ns'] = settings.pop(name) * MS
   return config_lib.ProtocolConfig(**settings)

@@ -443,7 +443,7 @@ def _state_at_the_end(original, self, now_ns, event):
 def _moves_at_once(original, self, t, fragment, payloads):
   original(self, t, fragment, payloads)
   moves = self._moves[t]
-  self.end(t, (), made=True)
+  self.end(t, (), failed=False)
   self._moves[t] = moves
 
 
@@ -719,7 +719,7 @@ _ROWS = (
        'A cursor moves when the outer step is decided, and its machine state has the new one.',
        Shards, 'merge', _moves_at_once),
   _row('refused_cursor_stays', 'I10 I16 I21 I21a', 'A refused outer step moves its cursors.',
-       Shards, 'end', sees(refused=(), made=True)),
+       Shards, 'end', sees(refused=(), failed=False)),
   _row('cursors_forgotten', 'I10 I16 I21 I21a', 'A restarted syncer has forgotten the cursors.',
        Shards, 'load', sees(state=lambda it: {**it.state, 'merged': []})),
   _row('committed_for_all_fragments', 'I10 I16 I21 I21a',

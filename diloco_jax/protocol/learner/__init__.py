@@ -6,5 +6,5 @@ Where is ...?
   how a learner connects again: connection.py
   when a learner saves: checkpoints.py
   how long a learner trains alone: alone.py
-  when a learner says that it makes no step: missing_step.py
+  when a learner reports that it makes no step: missing_step.py
 """

@@ -1,4 +1,4 @@
-"""The patience of a learner that has no step to make and hears of no syncer: the run may be over.
+"""How long a learner without a step to make dials without an answer: the run may be over.
 
 It has trained to the end, or may not step (lock step), or was never admitted. Training itself waits
 for no syncer.
@@ -22,16 +22,16 @@ class Alone:
     self.end: tuple[int, str] | None = None
 
   def heard(self, now_ns: int) -> None:
-    """The syncer has said something."""
+    """A message of the syncer has arrived."""
     self._since_ns = now_ns
 
-  def tell(self, now_ns: int, running: bool) -> None:
-    """Tells the time, and whether a step has been running until now."""
+  def note_time(self, now_ns: int, running: bool) -> None:
+    """`running`: a step has been running until now."""
     if running or self._since_ns is None:
       self._since_ns = now_ns
 
   def gone(self, reason: str) -> bool:
-    """Whether the syncer has said that it ended for good."""
+    """Whether a session has closed because the syncer has ended for good."""
     if not reason.startswith(messages.GONE):
       return False
     self.end = (

@@ -7,7 +7,7 @@ the anchor, theta the local value, and c the decoded capture that the syncer mer
 
 So local - anchor is at any time exactly what no merge and no discard has settled: the steps since
 the capture, the rounding error of the codec (error feedback upward), or all steps since the last
-capture that was merged. The ledger of the syncer, never the learner, says what was merged:
+capture that was merged. The ledger of the syncer, never the learner, decides what was merged:
 `Publish.settled_to` and `Joined.settled`. The merge is that of LOSCAR-SGD (arXiv 2605.20866).
 
 A learner that returns after more than MOST_VERSIONS versions drops its steps: the syncer would
@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco_jax.protocol import messages
 
-# Of a process that takes the fragment from the syncer.
+# The value of a process that takes the fragment from the syncer.
 UNKNOWN = messages.Held(version=-1, digest=0)
 
 # A payload of 8 periods has at most 16 times the usual norm, if norms per step differ by a factor

@@ -1,7 +1,4 @@
-"""A learner's connection to its syncer (docs/protocol.md draws it from CONNECTION_STATES)::
-
-    away --redial time--> dialing --Connected, Join--> joining --Offer, Confirm, Joined--> joined
-    dialing, joining, joined --Disconnected--> away
+"""A learner's connection to its syncer (docs/protocol.md draws it from CONNECTION_STATES).
 
 Training does not wait for the connection, which dials again until it succeeds. The pauses grow and
 are jittered, so that many learners that lost one syncer do not dial at the same moment. Each pause
@@ -92,7 +89,7 @@ class Connection:
   def keep(self, now_ns: int, ending: bool) -> None:
     """Dials after a pause, closes the session of a silent syncer, renews the lease."""
     if not ending:
-      self.standing.tell(now_ns)
+      self.standing.say_if_due(now_ns)
     if self.state == 'away':
       if now_ns >= self._redial_ns and not ending:
         self._dial(now_ns)
@@ -114,19 +111,17 @@ class Connection:
     self._move('joining')
     self._heard_ns = now_ns
     self._unproved_ns = None
-    me = self._identity
-    self.send(
-      messages.Join(
-        protocol=messages.PROTOCOL_VERSION,
-        run=self.run,
-        learner=me.learner,
-        nonce=me.nonce,
-        incarnation=self.incarnation,
-        agreement=me.agreement,
-        host=me.host,
-        pid=me.pid,
-      )
+    join = messages.Join(
+      protocol=messages.PROTOCOL_VERSION,
+      run=self.run,
+      learner=self._identity.learner,
+      nonce=self._identity.nonce,
+      incarnation=self.incarnation,
+      agreement=self._identity.agreement,
+      host=self._identity.host,
+      pid=self._identity.pid,
     )
+    self.send(join)
 
   def offered(self, offer: messages.Offer) -> bool:
     """Whether to accept an offer: not of another run than the one that the process belongs to."""

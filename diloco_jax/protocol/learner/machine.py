@@ -2,10 +2,7 @@
 
 Two state machines run in parallel: the *connection* (connection.py), and the *training*, which
 needs the connection only once, to start from the published fragments (docs/protocol.md draws it
-from TRAINING_STATES)::
-
-    waiting --every due fragment adopted--> training
-    training --clock reached T--> trained --Finish--> ended
+from TRAINING_STATES).
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
@@ -96,7 +93,7 @@ class LearnerMachine:
     self._adopting: collections.deque[tuple[int, anchor_lib.Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = self._exited = False
-    self._told_clock = -1  # the last one reported on this session
+    self._reported_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
     self._saving = checkpoints.Saving(config, self._out)
 
@@ -104,7 +101,7 @@ class LearnerMachine:
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
-    self._connection.alone.tell(now_ns, self._running)
+    self._connection.alone.note_time(now_ns, self._running)
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
@@ -139,7 +136,7 @@ class LearnerMachine:
         self._step_done(now_ns, event)
       case events.Examined():
         if self._running and (end := self._missing_step.examined(now_ns, event)):
-          text = f'{self._made()}; {end.text}' if self._ending else end.text
+          text = f'{self._summary()}; {end.text}' if self._ending else end.text
           self._exit(end.code, text, abandons=True)
       case events.Received(session=session, payload_id=payload_id) if (
         session != self._connection.session
@@ -175,7 +172,7 @@ class LearnerMachine:
   def _disconnected(self, now_ns: int, reason: str) -> None:
     """Discards the state of the old session; training continues."""
     joined = self._connection.joined
-    self._told_clock = -1
+    self._reported_clock = -1
     self._pulls.forget()
     self._unsettled.clear()
     self._drop_arrivals()
@@ -250,7 +247,7 @@ class LearnerMachine:
     # Syncs may close out of order: this learner may hold the version of a sync after `clock`.
     anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
     if not anchor.sound and fragment not in self._due:
-      self._tell_adopted(fragment, anchor, anchor.version, matched=False)
+      self._report_adopted(fragment, anchor, anchor.version, matched=False)
 
   def _begin_life(self) -> None:
     """Begins an incarnation: its steps and tokens count from 0."""
@@ -308,7 +305,7 @@ class LearnerMachine:
 
   def _progress(self, step_ns: int) -> None:
     if self._connection.joined:
-      self._told_clock = self.clock
+      self._reported_clock = self.clock
       self._connection.send(
         messages.Progress(
           clock=self.clock,
@@ -343,7 +340,7 @@ class LearnerMachine:
       self._running = True
       self._missing_step.asked(now_ns)
       self._out.do(actions.Step(clock=self.clock))
-    elif self._told_clock != self.clock:
+    elif self._reported_clock != self.clock:
       self._progress(0)  # no step will report it: Joined or an adoption moved the clock
 
   def _use_shard(self, position: messages.ShardPosition) -> None:
@@ -372,7 +369,7 @@ class LearnerMachine:
     whole = publish.base_version is None
     if not whole and publish.base_version != anchor.version:
       self._out.drop(payload_id)
-      self._tell_adopted(fragment, anchor, publish.version, matched=False)
+      self._report_adopted(fragment, anchor, publish.version, matched=False)
       return
     max_misses = self._config.max_misses if self._config.rebases else None
     new, keep, merged = anchor.adopt(publish, self.steps, self.tokens, max_misses)
@@ -416,9 +413,9 @@ class LearnerMachine:
     # An adoption of an older session needs no report after a new join, but wrong bits do.
     wrong = not anchor.sound and anchor is self._anchors[done.fragment]
     if self._connection.joined and (session == self._connection.session or wrong):
-      self._tell_adopted(done.fragment, anchor, anchor.version, anchor.sound)
+      self._report_adopted(done.fragment, anchor, anchor.version, anchor.sound)
 
-  def _tell_adopted(
+  def _report_adopted(
     self, fragment: int, anchor: anchor_lib.Anchor, version: int, matched: bool
   ) -> None:
     self._connection.send(
@@ -445,7 +442,7 @@ class LearnerMachine:
       return  # captures occupy the device: at most as many as syncs may be open
     if anchor.capture is not None:
       return  # the version with it, or its verdict, is on the way
-    if not all(one.keep for one, _ in self._arrivals if one.fragment == fragment):
+    if not all(publish.keep for publish, _ in self._arrivals if publish.fragment == fragment):
       return  # its steps are about to be dropped
     if self.steps == anchor.steps:
       if self._may_step():
@@ -489,9 +486,9 @@ class LearnerMachine:
       return
     if self._waits_for_verdicts and now_ns < self._leave_ns:
       return
-    self._exit(0, self._made())
+    self._exit(0, self._summary())
 
-  def _made(self) -> str:
+  def _summary(self) -> str:
     total = self._config.total_steps  # beyond it closing syncs move the clock
     where = f' at clock {min(self.clock, total)} of {total}' if self.clock else ''  # 0: unknown
     return f'{self._ending}{where}: {self.steps} steps, {self.tokens} tokens'

@@ -24,6 +24,7 @@ class MissingStep:
   Attributes:
     doing: what keeps it, of messages.DOING; '': no step is missing.
     over_ns: since when the learner is to end, and nobody needs its step; None: it is not.
+    deadline_ns: when to call `look`.
   """
 
   def __init__(self, config: config_lib.ProtocolConfig, learner: str, out: action_list.ActionList):
@@ -31,12 +32,13 @@ class MissingStep:
     self.doing = ''
     self._since_ns: int | None = None  # when the newest step began, ended, or the first event came
     self._steps = self._usual_ns = 0
-    self._beat_ns = self._say_ns = 0
+    self.deadline_ns = self._say_ns = 0
     self.over_ns: int | None = None
 
   def asked(self, now_ns: int) -> None:
     """A step begins."""
-    self._since_ns, self._beat_ns = now_ns, now_ns + self._config.heartbeat_ns
+    self._since_ns = now_ns
+    self.deadline_ns = now_ns + self._config.heartbeat_ns
 
   def stepped(self, now_ns: int, step_ns: int) -> None:
     """A step is done."""
@@ -48,27 +50,22 @@ class MissingStep:
     if step_ns and self._steps > 1:  # the first step of a loop compiles
       self._usual_ns += (step_ns - self._usual_ns) >> _SHIFT if self._usual_ns else step_ns
 
-  @property
-  def deadline_ns(self) -> int:
-    """When to call `look`."""
-    return self._beat_ns
-
   def look(self, now_ns: int, running: bool) -> None:
     """Once per heartbeat without a step: records that the process lives, or asks what it does."""
     if self._since_ns is None:
       self.asked(now_ns)
-    if now_ns < self._beat_ns:
+    if now_ns < self.deadline_ns:
       return
-    self._beat_ns = now_ns + self._config.heartbeat_ns
+    self.deadline_ns = now_ns + self._config.heartbeat_ns
     if running and (self.over_ns is not None or self._is_missing(now_ns)):
       self._out.do(actions.Examine())
     else:
       self._report(now_ns, '' if running else messages.WAITING)
 
-  def examined(self, now_ns: int, found: events.Examined) -> actions.Exit | None:
-    """The shell tells what the thread of the steps does; returns the end of the process, if it
-    ends without its step."""
-    doing, config = found.doing, self._config
+  def examined(self, now_ns: int, event: events.Examined) -> actions.Exit | None:
+    """The shell has examined the thread of the steps; returns the end of the process, if it ends
+    without its step."""
+    doing, config = event.doing, self._config
     self._report(now_ns, doing)
     missing = bool(doing) and self._is_missing(now_ns, doing)
     self.doing = doing if missing else ''
@@ -83,11 +80,11 @@ class MissingStep:
     if now_ns >= self._say_ns:
       self._say_ns = now_ns + rate_limited_log.PAUSE_NS
       usual = f'; a usual step takes {self._usual_ns / 1e9:.3g} s' if self._usual_ns else ''
-      self._out.say(f'{what} ({found.where}){usual}.')
+      self._out.say(f'{what} ({event.where}){usual}.')
     if not 0 < config.end_stuck_ns <= now_ns - self._since_ns:
       return None
     text = (
-      f'{what} ({found.where}). sync.end_stuck_s ends it after {config.end_stuck_ns / 1e9:g} s. '
+      f'{what} ({event.where}). sync.end_stuck_s ends it after {config.end_stuck_ns / 1e9:g} s. '
       'What was merged is safe: start the learner again.'
     )
     return actions.Exit(code=actions.NOT_IN_TIME, text=text, abandons=True)

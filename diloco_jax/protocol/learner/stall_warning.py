@@ -46,8 +46,8 @@ class Standing:
     elif settled.reason != messages.CANCELLED:
       self._reasons[settled.reason] = self._reasons.get(settled.reason, 0) + 1
 
-  def tell(self, now_ns: int) -> None:
-    """Says the line that is due, if one is."""
+  def say_if_due(self, now_ns: int) -> None:
+    """Prints the line that is due, if one is."""
     if self._next_ns is None or now_ns < self._next_ns:
       return
     self._next_ns = now_ns + NOTICE_NS

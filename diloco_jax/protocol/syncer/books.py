@@ -4,8 +4,6 @@ and batch, and the actions of the present turn.
 Each part gets the books as its first argument. Its other arguments are the parts that it calls.
 """
 
-import dataclasses
-
 from diloco_jax.protocol import action_list
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
@@ -15,9 +13,8 @@ from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Books:
-  """The same objects for all parts.
+  """The same objects for all parts, at the start of a new run.
 
   Attributes:
     config: the protocol's settings.
@@ -31,27 +28,13 @@ class Books:
     out: the actions of this turn.
   """
 
-  config: config_lib.ProtocolConfig
-  agreement: str
-  run: str
-  schedule: schedule_lib.Schedule
-  tempo: tempo_lib.Tempo
-  members: members_lib.Members
-  ledger: ledger_lib.Ledger
-  shards: shards_lib.Shards
-  out: action_list.ActionList
-
-
-def begin(config: config_lib.ProtocolConfig, agreement: str = '', run: str = '') -> Books:
-  """Those of a new run."""
-  return Books(
-    config=config,
-    agreement=agreement,
-    run=run,
-    schedule=schedule_lib.Schedule(config),
-    tempo=tempo_lib.Tempo(config),
-    members=members_lib.Members(config),
-    ledger=ledger_lib.Ledger(config.fragments),
-    shards=shards_lib.Shards(config.data_shards, config.fragments, bool(config.local)),
-    out=action_list.ActionList(),
-  )
+  def __init__(self, config: config_lib.ProtocolConfig, agreement: str = '', run: str = ''):
+    self.config = config
+    self.agreement = agreement
+    self.run = run
+    self.schedule = schedule_lib.Schedule(config)
+    self.tempo = tempo_lib.Tempo(config)
+    self.members = members_lib.Members(config)
+    self.ledger = ledger_lib.Ledger(config.fragments)
+    self.shards = shards_lib.Shards(config.data_shards, config.fragments, bool(config.local))
+    self.out = action_list.ActionList()

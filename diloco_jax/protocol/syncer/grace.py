@@ -59,9 +59,6 @@ class Grace:
   def merge_began(self, fragment: int, version: int, now_ns: int) -> None:
     self._merging[fragment] = (version, now_ns)
 
-  def merge_failed(self, fragment: int) -> None:
-    self._merging.pop(fragment, None)
-
   def all_lost(self) -> None:
     """No learner is left: the next adoption would measure how long the learners were away."""
     self._merging.clear()

@@ -35,7 +35,6 @@ A lost learner is removed from the pace and from the open syncs; other learners 
 Its process may reconnect and send the dropped payloads again, so its account stays open until
 another process takes the id, the learner leaves, or the run ends.
 
-verdicts.py has the refusals.
 """
 
 import dataclasses
@@ -55,9 +54,6 @@ Reason = messages.Reason
 SECOND_NS = config_lib.SECOND_NS
 NEWCOMERS = 2  # known ones, for each expected learner: ids of which nothing was merged
 SPARE_NEWCOMERS = 8  # live ones beyond the expected number of learners
-
-
-# --- A member's life ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +83,7 @@ class Membership:
     self._run = books.run
     self._members = books.members
     self._ledger = books.ledger
+    self._schedule = books.schedule
     self._shards = books.shards
     self._out = books.out
     self._pace = pace
@@ -221,9 +218,7 @@ class Membership:
 
   def _forget_newcomers(self) -> None:
     """Forgets the oldest absent newcomers, if there are too many newcomers."""
-    busy = {
-      participant.learner for sync in self._syncs.open.values() for participant in sync.participants
-    }
+    busy = {name for sync in self._syncs.open.values() for name in sync.payloads}
     newcomers = [name for name in self._members.by_id if not self._ledger.merged(name)]
     absent = [n for n in newcomers if not self._members.by_id[n].live and n not in busy]
     for learner in absent[: max(0, len(newcomers) + 1 - NEWCOMERS * self._config.learners)]:
@@ -325,7 +320,7 @@ class Membership:
     self._report(member, 'joined')
 
   def _warn_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
-    """Says if the learner holds a version that a restore or a repair of the log has undone."""
+    """Prints a line if a restore or a repair of the log has undone a version of the learner."""
     for p, (own, here) in enumerate(zip(held, self._published.fragments)):
       if own.version > here.version:
         self._out.say(
@@ -337,7 +332,7 @@ class Membership:
 
   def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
     for p, fragment in enumerate(self._published.fragments):
-      t = self._pace.last_due(p)
+      t = self._schedule.last_due(p, self._pace.opening.last)  # opened or skipped
       if t > clock and t != fragment.last_sync and t not in self._syncs.open:
         self._syncs.send_verdict(member, t, p, messages.CANCELLED)
 
@@ -371,7 +366,7 @@ class Membership:
       )
 
   def say_closing(self, now_ns: int, linger_ns: int | None) -> None:
-    """Says for whom the end of the run waits. `linger_ns`: until when it waits for learners to
+    """Prints for whom the end of the run waits. `linger_ns`: until when it waits for learners to
     leave; None: not every sync is over."""
     merged, until_ns = linger_ns is not None, linger_ns or 0
     names = {name for name, member in self._members.by_id.items() if merged and not member.left}
@@ -388,11 +383,11 @@ class Membership:
     self._out.report(facts.Closing(learners=closing[1], merged=merged, at_most_ns=most_ns))
     if closing != before:
       doing = {name: messages.DOING.get(self._members.by_id[name].doing) for name in closing[1]}
-      told = ', '.join(f'{name} (it {does})' if does else name for name, does in doing.items())
-      what = (
-        'the run is over: the syncer waits' if merged else 'the run closes: its last syncs wait'
-      )
-      self._out.say(f'{what} for {told}, at most {-(-most_ns // SECOND_NS)} s more.')
+      who = ', '.join(f'{name} (it {does})' if does else name for name, does in doing.items())
+      what = 'the run closes: its last syncs wait'
+      if merged:
+        what = 'the run is over: the syncer waits'
+      self._out.say(f'{what} for {who}, at most {-(-most_ns // SECOND_NS)} s more.')
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     if not adopted.matched:
@@ -425,7 +420,7 @@ class Membership:
     if member.joined and self._screening.add_strike(member, fault):
       self.quarantine(member)
     elif member.live:
-      self._close(member, f'implausible: {fault}', f'implausible: {fault}')
+      self._close(member, f'implausible: {fault}')
 
   def _say_implausible(self, now_ns: int, learner: str, host: str, fault: str) -> None:
     self._out.notices.say(
@@ -462,7 +457,7 @@ class Membership:
     """Loses members whose lease is over (a frozen process that wakes rejoins on a new session),
     and does what waited for this heartbeat."""
     for member in self._members.expired(now_ns):
-      self._close(member, 'lease expired', 'lease expired')
+      self._close(member, 'lease expired')
     self._pace.measure(now_ns)
     for member in self._members.live():
       for fragment, copy in enumerate(member.copies):
@@ -478,11 +473,11 @@ class Membership:
       self._out.send(member.session, refused)
       self._close(member, f'quarantined: {member.fault}', 'QUARANTINED')
 
-  def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
-    """Loses a member whose session is still open; `told` is the reason sent with the close."""
+  def _close(self, member: members_lib.Member, reason: str, sent_reason: str = '') -> None:
+    """Loses a member whose session is still open; `sent_reason`: that of the close, if another."""
     session = member.session
     self.lose(session, reason)
-    self._out.close(session, told)
+    self._out.close(session, sent_reason or reason)
 
   def _report(self, member: members_lib.Member, state: str, **values: str) -> None:
     self._out.report(
@@ -490,11 +485,11 @@ class Membership:
     )
 
   def report_progress(self, member: members_lib.Member) -> None:
-    """Tells the records of the steps since the last time."""
+    """Reports the steps since the last report."""
     steps, tokens = self._ledger.trained(member.learner)
-    if steps <= member.told_steps:
+    if steps <= member.recorded_steps:
       return
-    member.told_steps = steps
+    member.recorded_steps = steps
     self._out.report(
       facts.Progress(
         learner=member.learner,

@@ -13,6 +13,7 @@ always, per incarnation::
     P * trained = merged + sum(discarded.values()) + unsettled,   unsettled = sum(trained - cursor)
 """
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -38,7 +39,7 @@ class Account:
     self.steps = max(self.steps, steps)
     self.trained = max(self.trained, tokens)
 
-  def _discard(self, count: int, reason: str) -> None:
+  def discard(self, count: int, reason: str) -> None:
     if count:
       self.discarded[reason] = self.discarded.get(reason, 0) + count
 
@@ -46,7 +47,7 @@ class Account:
     """The learner begins anew at token count `upto`: its unsettled tokens before are discarded."""
     self.trained = max(self.trained, upto)
     if upto > self.cursors[fragment]:
-      self._discard(upto - self.cursors[fragment], reason)
+      self.discard(upto - self.cursors[fragment], reason)
       self.cursors[fragment] = upto
 
   def settle(self, fragment: int, start: int, end: int, reason: str, gap: str) -> bool:
@@ -54,12 +55,12 @@ class Account:
     discarded for `gap`. False: it overlaps (duplicate), and only its new tokens are discarded."""
     self.trained = max(self.trained, end)
     if start < self.cursors[fragment]:
-      self._discard(max(0, end - self.cursors[fragment]), Reason.DUPLICATE)
+      self.discard(max(0, end - self.cursors[fragment]), Reason.DUPLICATE)
       self.cursors[fragment] = max(end, self.cursors[fragment])
       return False
     self.drop(fragment, start, gap)
     if reason:
-      self._discard(end - start, reason)
+      self.discard(end - start, reason)
     else:
       self.merged += end - start
     self.cursors[fragment] = end
@@ -68,7 +69,7 @@ class Account:
   def revoke(self, count: int, reason: str) -> None:
     """A merge failed after its participants were settled: discards its tokens."""
     self.merged -= count
-    self._discard(count, reason)
+    self.discard(count, reason)
 
   @property
   def unsettled(self) -> int:
@@ -76,7 +77,7 @@ class Account:
 
   def close(self, reason: str) -> None:
     """The incarnation is over: discards the unsettled tokens."""
-    self._discard(self.unsettled, reason)
+    self.discard(self.unsettled, reason)
     self.cursors = [self.trained] * len(self.cursors)
     self.closed = True
 
@@ -119,7 +120,7 @@ class Ledger:
     account.revoke(count, reason)
 
   def fold(self, learner: str, incarnation: int, into: str = '') -> None:
-    """Closes the account and folds it into that of the former incarnations."""
+    """Closes the account and folds it into the account of the former incarnations."""
     ended = self.open(learner, incarnation)
     ended.close(Reason.LOST_WITH_PROCESS)
     del self.accounts[learner, incarnation]
@@ -130,10 +131,10 @@ class Ledger:
     former.merged += ended.merged
     former.cursors = [former.trained] * self._fragments
     for reason, count in ended.discarded.items():
-      former.discarded[reason] = former.discarded.get(reason, 0) + count
+      former.discard(count, reason)
 
   def forget(self, learner: str) -> None:
-    """Adds all accounts of a learner to that of forgotten ids."""
+    """Adds all accounts of a learner to the account of forgotten ids."""
     for name, incarnation in [key for key in self.accounts if key[0] == learner]:
       if self.accounts[name, incarnation].trained:
         self.fold(name, incarnation, ids.FORGOTTEN)
@@ -151,11 +152,10 @@ class Ledger:
 
   def totals(self) -> dict:
     """Sums over all accounts: tokens trained, and fragment-tokens merged, discarded, unsettled."""
-    discarded: dict[str, int] = {}
-    for account in self.accounts.values():
-      for reason, count in account.discarded.items():
-        discarded[reason] = discarded.get(reason, 0) + count
     accounts = self.accounts.values()
+    discarded = collections.Counter()
+    for account in accounts:
+      discarded.update(account.discarded)
     return {
       'fragments': self._fragments,
       'trained': sum(a.trained for a in accounts),
@@ -180,8 +180,12 @@ class Ledger:
 
   def trained(self, learner: str) -> tuple[int, int]:
     """Steps and tokens of a learner over all its incarnations."""
-    mine = [account for (name, _), account in self.accounts.items() if name == learner]
-    return sum(account.steps for account in mine), sum(account.trained for account in mine)
+    steps = tokens = 0
+    for (name, _), account in self.accounts.items():
+      if name == learner:
+        steps += account.steps
+        tokens += account.trained
+    return steps, tokens
 
   def check(self) -> None:
     for account in self.accounts.values():

@@ -136,7 +136,7 @@ class Links:
   # --- What follows -------------------------------------------------------------------------------
 
   def _judge(self, member: members_lib.Member) -> None:
-    """Changes what is asked of the learner, if its link says so."""
+    """Changes what is asked of the learner, if the measures of its link require it."""
     up, before, factor = member.up, member.up.periods, self._tempo.factor
     known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value > 0
     if not (self._adapts and known and len(up.samples) == SAMPLES):
@@ -157,7 +157,7 @@ class Links:
   def _median(self, share: Callable[[members_lib.Member], int]) -> int:
     """The lower median of all links. Where most of them do not carry everything, the settings are
     wrong, and asking less of them all would leave nothing to merge."""
-    return pace_lib.lower_median([share(one) for one in self._members.by_session.values()])
+    return pace_lib.lower_median([share(member) for member in self._members.by_session.values()])
 
   def _say(self, member: members_lib.Member) -> None:
     slot_s = self.slot_ns.value / config_lib.SECOND_NS
@@ -200,7 +200,7 @@ class Links:
     # A pull that is older than two periods and than four spacings will have no answer. One payload
     # may travel and one wait behind it, beside those of syncs that are announced and not open yet.
     lost = number - max(2 * period, 4 * spacing)
-    waiting = sum(one > lost for one in link.asked)
+    waiting = sum(pulled > lost for pulled in link.asked)
     if not waiting and number - link.asked_at >= period:
       return True
     few = waiting < 2 + self._config.lead // link.periods
@@ -223,8 +223,8 @@ class Links:
     if not self._goes_on or not (step_ns := self._pace_ns()):
       return False
     slot_ns = step_ns * self._config.period // self._config.fragments
-    share = self._median(lambda one: self._longest_ns(one) * PERMILLE // slot_ns)
-    if not self._adapts:  # the time of so small payloads is not that of a link
+    share = self._median(lambda member: self._longest_ns(member) * PERMILLE // slot_ns)
+    if not self._adapts:  # so small payloads measure no link
       share = 0
     delay_ns = self._median(self._round_trip_ns)
     delay = delay_ns // step_ns if delay_ns >= tempo_lib.LEAST_DELAY_NS else 0
@@ -242,9 +242,10 @@ class Links:
     return True
 
   def _pace_ns(self) -> int:
-    """The time of an inner step of the run: that of the K-th fastest learner, and not less than the
+    """The time of an inner step of the run: the time of the K-th fastest learner, and at least the
     lower median, so that no learner alone shortens it; 0: not known."""
-    times = sorted(time_ns for one in self._members.live() if (time_ns := one.inner_step_ns))
+    steps_ns = [member.inner_step_ns for member in self._members.live()]
+    times = sorted(step_ns for step_ns in steps_ns if step_ns)
     index = max(self._config.quorum - 1, (len(times) - 1) // 2)
     return times[index] if index < len(times) else 0
 

@@ -1,16 +1,6 @@
 """The syncer: gathers pseudo-gradients, has them merged, publishes the result.
 
-The life of a sync (SYNC_STATES in sync.py)::
-
-    due --K live learners are near t--> announced
-    announced --K live learners reached t, a slot is free--> open
-    announced --its period is skipped--> cancelled
-    open --quorum and grace over, or all answered--> merging
-    open --all answered, quorum impossible--> cancelled
-    merging --outer step done--> published
-    merging --every payload refused, or the result not finite--> cancelled
-
-The syncer keeps these rules:
+The syncer keeps these rules in the life of a sync (SYNC_STATES in sync.py):
 * No two syncs of one fragment are announced or open: the second's pseudo-gradients would be
   measured from a value that the first is about to replace.
 * A payload counts once: its range of the learner's tokens must not overlap a range that was settled
@@ -22,20 +12,8 @@ The syncer drops a payload without a verdict if its learner's session closes bef
 the process reconnects it sends those tokens again; when another process takes the id, or the run
 ends, they are settled as lost.
 
-This file has `handle`, the decisions of a sync's life and the end of the run. It calls the parts;
-no part calls it::
-
-    join.py           how a process joins, and how a member is lost or leaves
-    pace.py           which sync opens next, and when;  protocol/tempo.py: the period at present
-    plausible.py      whether a learner of this run could send a message at all
-    links.py          how fast payloads travel, and what the syncer asks of slow links
-    syncs.py          the syncs in hand and their payloads;  verdicts.py: whether a payload counts
-    sync.py           one sync, when it has waited enough;  grace.py: how long it may wait
-    published.py      the versions, and which of them each learner is sent
-    recovery.py       when to save, and the state after a restart
-    screening.py      which payloads are refused before a merge;  strikes, quarantine
-    books.py          what all parts share:  members.py, ids and leases;  ledger.py, tokens;
-                      shards.py, which learner reads which shard, and how far each is committed
+This file has `handle`, the decisions of a sync's life and the end of the run. It calls the parts
+(protocol/syncer/__init__.py lists them); no part calls it.
 """
 
 import copy
@@ -79,7 +57,7 @@ class SyncerMachine:
       payload_bytes: size of each fragment's encoded pseudo-gradient.
       links_measured: whether the time of a payload is that of its link (tempo.are_measured).
     """
-    books = books_lib.begin(config, agreement, run)
+    books = books_lib.Books(config, agreement, run)
     self._config = config
     self._run = run
     self._schedule = books.schedule
@@ -252,7 +230,7 @@ class SyncerMachine:
     self._decide(now_ns, sync)  # all may have answered already
 
   def _skip_overdue(self) -> None:
-    """Skips overdue syncs and tells lock-step learners, which would wait for them."""
+    """Skips overdue syncs and cancels them for lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
     self._skipped += periods * self._tempo.factor * self._config.fragments
     self._syncs.skip(self._pace.opening.t)
@@ -383,20 +361,14 @@ class SyncerMachine:
     what = 'every fragment is closed' if self.finished else f'stopped: {self._stopping}'
     if done.error:
       what += f'. Its last checkpoint failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}'
-    self._out.do(
-      actions.Exit(
-        code=0,
-        text=f'syncer done at sync {self.clock}, {self._syncs.synced} outer steps: {what}',
-      )
-    )
+    text = f'syncer done at sync {self.clock}, {self._syncs.synced} outer steps: {what}'
+    self._out.do(actions.Exit(code=0, text=text))
 
   def _say_save_failed(self, now_ns: int, done: events.SaveDone) -> None:
-    """Says it with a pause, since a save that must succeed is tried again and again."""
-    wait = (
-      ''
-      if self._saving.end_is_durable or not self.closed
-      else ' Learners hear that the run is over once it can be written; it is tried again.'
-    )
+    """Prints a line, with a pause, since a save that must succeed is tried again and again."""
+    wait = ''
+    if self.closed and not self._saving.end_is_durable:
+      wait = ' Learners hear that the run is over once it can be written; it is tried again.'
     self._out.notices.say(
       now_ns,
       'save',
@@ -408,14 +380,8 @@ class SyncerMachine:
   def _report_ledger(self) -> None:
     for member in self._members.live():
       self._membership.report_progress(member)
-    self._out.report(
-      facts.Ledger(
-        **self._ledger.totals(),
-        learners=self._ledger.learners(),
-        **self._counts(),
-        sync=self.clock,
-      )
-    )
+    ledger = self._ledger.totals() | self._counts()
+    self._out.report(facts.Ledger(**ledger, learners=self._ledger.learners(), sync=self.clock))
 
   def _counts(self) -> dict[str, int]:
     return {
@@ -491,16 +457,13 @@ class SyncerMachine:
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""
-    for part in (
-      self._membership,
-      self._published,
-      self._syncs,
-      self._pace,
-      self._ledger,
-      self._shards,
-      self._screening,
-    ):
-      part.check()
+    self._membership.check()
+    self._published.check()
+    self._syncs.check()
+    self._pace.check()
+    self._ledger.check()
+    self._shards.check()
+    self._screening.check()
     syncs = self._syncs.open.keys()
     assert all(t < self._pace.opening.t for t in syncs), (syncs, self._pace.opening)
     merged = sum(account.merged for account in self._ledger.accounts.values())

@@ -5,15 +5,15 @@ that have held the id. One process holds it at a time::
 
     absent --Confirm--> live --session closed, lease over, Leave--> absent
 
-Joining takes two phases (Join, Offer, Confirm, Joined), because a Join may be old or repeated: only
-a Confirm that names the offered incarnation takes the id, and repeating either with the holder's
-nonce changes nothing. While the holder is live, the syncer refuses other processes. A process that
-rejoins with the nonce of the last holder (its session broke, or it slept past its lease) continues
-the same incarnation; any other process starts the next one, and the unsettled tokens of the last
-process are lost. The code of joining is in join.py.
+Only a Confirm that names the offered incarnation takes the id (join.py); a repeated one with the
+nonce of the holder changes nothing. While the holder is live, the syncer refuses other processes. A
+process that rejoins with the nonce of the last holder (its session broke, or it slept past its
+lease) continues the same incarnation; any other process starts the next one, and the unsettled
+tokens of the last process are lost.
 """
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import messages
@@ -21,6 +21,8 @@ from diloco_jax.protocol import states as protocol_states
 from diloco_jax.protocol.syncer import grace
 
 CLIP = 4
+# Fields of a Member in the machine state.
+STATE = 'learner shard incarnation nonce host pid clock left strikes others_merged max_strikes'
 COPY_STATES = (
   ('lags', 'follows', 'the learner joins with the published value'),
   ('lags', 'read', 'there is room for a whole fragment'),
@@ -84,7 +86,7 @@ class Copy:
   due: bool = False  # to adopt before it may contribute. Invariant: only Joined sets it
   tokens: int = 0  # of the learner when it adopted. Invariant: at most what it has trained
   # The learner must drop its steps when it adopts next, after a fault. Invariant: only an Adopted
-  # that says so, or another process, ends it.
+  # with a reason, or another process, ends it.
   spoiled: bool = False
   # Sent whole in this heartbeat, since its bits differed, and they differ again. Invariant:
   # `differs` only if `repaired`.
@@ -134,7 +136,7 @@ class Member:
   report_ns: grace.Average = dataclasses.field(default_factory=grace.Average)  # measured
   reported_ns: int = 0
   loss: float | None = None  # reported
-  told_steps: int = 0  # of all incarnations, when the records were last told of its progress
+  recorded_steps: int = 0  # of all incarnations, at the last report of its progress
   left: bool = False  # it sent Leave
   # Its links (links.py); the time from an Offer to its Confirm, which bring no payloads.
   round_trip_ns: int = 0
@@ -251,26 +253,12 @@ class Members:
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
   def state(self) -> list:
-    fields = (
-      'learner',
-      'shard',
-      'incarnation',
-      'nonce',
-      'host',
-      'pid',
-      'clock',
-      'left',
-      'strikes',
-      'others_merged',
-      'max_strikes',
-    )
-    return [
-      {
-        **{f: getattr(m, f) for f in fields},
-        'spoiled': [p for p, copy in enumerate(m.copies) if copy.spoiled],
-      }
-      for _, m in sorted(self.by_id.items())
-    ]
+    rows = []
+    for _, member in sorted(self.by_id.items()):
+      row: dict[str, Any] = {name: getattr(member, name) for name in STATE.split()}
+      row['spoiled'] = [p for p, copy in enumerate(member.copies) if copy.spoiled]
+      rows.append(row)
+    return rows
 
   def forget(self, learner: str) -> None:
     """Removes an absent learner id."""

@@ -160,7 +160,7 @@ class Pace:
     self.announcing.ready.discard(learner)
 
   def claim(self, member: members_lib.Member, clock: int) -> None:
-    """A process that continues its incarnation says where it is."""
+    """A process that continues its incarnation reports its clock."""
     member.claimed = max(member.claimed, clock)
 
   def report(
@@ -207,8 +207,9 @@ class Pace:
   def _returned(self, now_ns: int) -> int:
     """How far the clocks of processes of an earlier syncer count."""
     opened = self.opening.last
-    clocks = [one.claimed for one in self._members.by_session.values() if one.since is None]
-    others = sum(not one.left for one in self._members.by_id.values()) > 1
+    live = self._members.by_session.values()
+    clocks = [member.claimed for member in live if member.since is None]
+    others = sum(not member.left for member in self._members.by_id.values()) > 1
     waits = now_ns < (self._members.began_ns or 0) + self._config.lease_ns
     if len(clocks) < 2 and others and waits:
       return opened + self._config.period
@@ -217,7 +218,7 @@ class Pace:
   def measure(self, now_ns: int) -> None:
     """Updates the usual speed, and what counts by it; once per heartbeat."""
     live = self._members.by_session.values()
-    measured = [one.report_ns.value for one in live if one.report_ns.samples]
+    measured = [member.report_ns.value for member in live if member.report_ns.samples]
     self.usual_ns = lower_median(measured) or self.usual_ns
     for member in live:
       self.advance(now_ns, member)
@@ -233,10 +234,6 @@ class Pace:
       self.opening.ready.add(member.learner)
     if clock + self._tempo.lead >= self.announcing.t:
       self.announcing.ready.add(member.learner)
-
-  def last_due(self, fragment: int) -> int:
-    """The last sync of a fragment that was opened or skipped (not positive: there was none)."""
-    return self._schedule.last_due(fragment, self.opening.last)
 
   def awaits(self, now_ns: int) -> bool:
     """Whether the next sync, two periods late, waits for the learners that were lost with the
@@ -267,8 +264,8 @@ class Pace:
     a pull of them any more."""
     self.retimed = self.opening.last
     t = self._after(max(self.opening.last, self.announcing.last))
-    for front in (self.opening, self.announcing):
-      self._move(front, t)
+    self._move(self.opening, t)
+    self._move(self.announcing, t)
     self._mark_all()
 
   def _after(self, t: int) -> int:

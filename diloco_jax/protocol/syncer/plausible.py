@@ -137,8 +137,7 @@ class Plausibility:
       return f'token {said.tokens} of {trained}'
     if said.reason not in ('', *messages.Reason.ALL):
       return f'reason {said.reason!r}'
-    return self._version(said.fragment, said.version) if said.matched else ''
-
-  def _version(self, fragment: int, version: int) -> str:
-    newest = self._published.fragments[fragment].version
-    return '' if version <= newest else f'version {version} of fragment {fragment}, not {newest}'
+    newest = self._published.fragments[said.fragment].version
+    if said.matched and said.version > newest:
+      return f'version {said.version} of fragment {said.fragment}, not {newest}'
+    return ''

@@ -76,7 +76,7 @@ class Published:
       self.catch_up(member)
 
   def _has_room(self, member: members_lib.Member, fragment: int) -> bool:
-    sizes = [one.payload_bytes for one in self.fragments]
+    sizes = [fragment.payload_bytes for fragment in self.fragments]
     counts = [len(copy.in_flight) for copy in member.copies]
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
     few = counts[fragment] < messages.MAX_VERSIONS_IN_FLIGHT
@@ -170,7 +170,7 @@ class Published:
     )
 
   def check(self) -> None:
-    """Asserts what is said of the copies of joined learners."""
+    """Asserts the invariants of the copies of joined learners (members.Copy)."""
     for member in self._members.live():
       for p, copy in enumerate(member.copies if member.joined else ()):
         versions = [version for version, _ in copy.in_flight]
@@ -188,7 +188,6 @@ class Published:
 
   def load(self, state: dict[str, list[int]]) -> None:
     """Restores the versions of a machine state; the digests are set already."""
-    rows = zip(self.fragments, state['versions'], state['last_sync'])
-    for fragment, version, last_sync in rows:
-      fragment.version, fragment.last_sync = version, last_sync
+    for fragment, version, sync in zip(self.fragments, state['versions'], state['last_sync']):
+      fragment.version, fragment.last_sync = version, sync
     self.last_sync = max(state['last_sync'])

@@ -8,9 +8,9 @@ between two merges. One save runs at a time. The last save of a process begins a
 closed the ledger; a save that was in progress then is not the last one.
 
 Learners leave for good when they receive Finish. So the syncer sends Finish only after the *durable
-end*: the disk says that the run is over, so that a restarted syncer only sends Finish again. A save
-that was asked for when every sync was over makes the end durable, if the log says it, too, which
-then is enough even if that save fails: the machine state in its last record says that no sync will
+end*: the disk shows that the run is over, so that a restarted syncer only sends Finish again. A
+save that was asked for when every sync was over makes the end durable, if the log shows it, too,
+which then is enough even if that save fails: by the machine state in its last record no sync will
 open any more. A cancelled sync leaves no record; then the syncer saves a second time, since a
 checkpoint can be lost and no learner would come back for the sync. A failed save is tried again.
 
@@ -23,7 +23,7 @@ for which any one near that clock will do, so no node waits for another.
 A record of the log is one outer step: the Merge that asked for it, with the machine state when the
 syncer decided it, and the MergeDone that answered it. Outer steps are decided and logged in the
 same order, so the machine state of the last record includes everything that was settled before. It
-does not hold the results of the merges then in progress, its own among them; the records give
+does not hold the results of the merges then in progress, its own among them; the records have
 them::
 
     state = the machine of the last record's machine state,
@@ -101,7 +101,7 @@ class Saving:
     self._ends = 0  # complete saves of the end of the run
     self._logged = False  # the newest outer step was decided as the last one of the run
     self.running = False
-    self.end_is_durable = False  # the disk says that the run is over
+    self.end_is_durable = False  # the disk shows that the run is over
     self.again_ns = 0  # a failed save is not tried again before
 
   def due(self, clock: int) -> bool:

@@ -23,17 +23,18 @@ learners; without those that joined later, who cannot know how long the others w
 A norm is not too large if it is `common`: if more than half of the live learners have such norms in
 this outer step, then all have grown.
 
-The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
-it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
-is in *quarantine*: the syncer closes its session and refuses its process for good. Another process
-under the same id begins without strikes. If the norms of more than half of the live learners are
-refused, then not they but the usual norms are wrong: the syncer forgets these and the strikes.
+The syncer merges the other payloads, sends the learner the verdict `bad_value`, discards its tokens
+and counts a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the
+learner is in *quarantine*: the syncer closes its session and refuses its process for good. Another
+process under the same id begins without strikes. If the norms of more than half of the live
+learners are refused, then not they but the usual norms are wrong: the syncer forgets these and the
+strikes.
 
 Until it knows that, a norm alone leads to quarantine only if a payload of another learner was
 merged since the first of the strikes, or after `strikes` for each of the P fragments: where the
 norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
 
-A norm of exactly 0 says that the learner trained nothing in these steps, as between two updates of
+A norm of exactly 0 shows that the learner trained nothing in these steps, as between two updates of
 an optimizer that accumulates gradients: if it is refused, that is no strike and no doubt about the
 usual norm, and if it is merged, it has no vote.
 
@@ -162,11 +163,12 @@ def left_out(
   """The participants that an outer step leaves out, of so many `live` learners. `factor`: of the
   config."""
   limit = factor * common(norms, live)
-  return tuple(
-    one.learner
-    for one, norm in zip(participants, norms, strict=True)
-    if one.apart or refused(norm, one.least, None if one.limit is None else max(one.limit, limit))
-  )
+  names = []
+  for participant, norm in zip(participants, norms, strict=True):
+    most = None if participant.limit is None else max(participant.limit, limit)
+    if participant.apart or refused(norm, participant.least, most):
+      names.append(participant.learner)
+  return tuple(names)
 
 
 def too_far(steps: Sequence[int], period: int) -> bool:
@@ -184,9 +186,9 @@ def goes_on(participants: Sequence[actions.Participant]) -> bool:
   return any(participant.apart for participant in participants)
 
 
-def reason(one: actions.Participant) -> str:
-  """Of the verdict on a participant that an outer step has left out."""
-  return messages.Reason.APART if one.apart else messages.Reason.BAD_VALUE
+def reason(participant: actions.Participant) -> str:
+  """The reason of the verdict on a participant that an outer step has left out."""
+  return messages.Reason.APART if participant.apart else messages.Reason.BAD_VALUE
 
 
 def common(norms: Sequence[int], live: int) -> int:
@@ -221,35 +223,31 @@ class Screening:
     self._config = books.config
     self._members = books.members
     self._out = books.out
-    self._one = ''  # from which the run goes on
+    self._successor = ''  # the learner from which the run goes on, if it is one alone
     self.usual = [Usual() for _ in range(books.config.fragments)]
-
-  def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
-    """The least and the greatest norm of a participant of the next outer step."""
-    return self.usual[fragment].limits(steps, self._config, shared_steps)
 
   def goes_on_from(
     self, now_ns: int, given: Sequence[tuple[str, messages.Contribution]], merged: Sequence[int]
   ) -> str:
-    """The learner from which the run goes on, if more than half of those that have given a payload
+    """The learner from which the run goes on, if more than half of those that have sent a payload
     have trained apart for too long; '': a mean of all is merged.
 
     It is the same for all fragments: the one that was chosen last, else (also after a restart in
     between) the one with the most `merged` fragment-tokens."""
     steps = [message.steps for _, message in given]
     if len(given) < 2 or not too_far(steps, self._config.period):
-      self._one = ''
+      self._successor = ''
       return ''
-    keys = ((name == self._one, count, name) for (name, _), count in zip(given, merged))
-    *_, self._one = max(keys)
+    keys = ((name == self._successor, count, name) for (name, _), count in zip(given, merged))
+    *_, self._successor = max(keys)
     self._out.notices.say(
       now_ns,
       'apart',
       f'The learners have trained apart for {max(steps)} steps, too many for a mean of them. The '
-      f'run goes on from {self._one}; what the others have trained in these steps is lost. Keep '
-      'the syncer up.',
+      f'run goes on from {self._successor}; what the others have trained in these steps is lost. '
+      'Keep the syncer up.',
     )
-    return self._one
+    return self._successor
 
   def after_merge(
     self, now_ns: int, sync: sync_lib.Sync, done: events.MergeDone
@@ -257,39 +255,40 @@ class Screening:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
     usual, quarantined = self.usual[done.fragment], []
     merged = {
-      one.learner: (norm, one.steps)
-      for one, norm in zip(sync.participants, done.norms)
-      if not done.failed and one.learner not in done.refused
+      participant.learner: (norm, participant.steps)
+      for participant, norm in zip(sync.participants, done.norms)
+      if not done.failed and participant.learner not in done.refused
     }
-    for one, norm in zip(sync.participants, done.norms):
-      member = self._members.by_id[one.learner]
-      present = member.incarnation == one.incarnation
-      if one.apart:
+    for participant, norm in zip(sync.participants, done.norms):
+      member = self._members.by_id[participant.learner]
+      present = member.incarnation == participant.incarnation
+      if participant.apart:
         continue
-      if one.learner in done.refused:
-        what = describe(norm, usual.votes())
-        self._out.report(
-          facts.Refused(
-            sync=done.sync,
-            fragment=done.fragment,
-            learner=one.learner,
-            incarnation=one.incarnation,
-            tokens=one.tokens,
-            why=what,
-          )
+      if participant.learner in merged and present:
+        member.strikes, member.others_merged = 0, False
+      if participant.learner not in done.refused:
+        continue
+      what = describe(norm, usual.votes())
+      self._out.report(
+        facts.Refused(
+          sync=done.sync,
+          fragment=done.fragment,
+          learner=participant.learner,
+          incarnation=participant.incarnation,
+          tokens=participant.tokens,
+          why=what,
         )
-        if norm > 0:
-          usual.doubt(one.learner)
-        if not norm:
-          self._say_nothing_trained(now_ns, member, done.fragment)
-        if not present or not norm:
-          continue
+      )
+      if not norm:
+        self._say_nothing_trained(now_ns, member, done.fragment)
+        continue
+      if norm > 0:
+        usual.doubt(participant.learner)
+      if present:
         member.others_merged |= bool(merged)
         sure = norm == NOT_FINITE or member.others_merged
         if self.strike(now_ns, member, done.fragment, what, sure):
           quarantined.append(member)
-      elif one.learner in merged and present:
-        member.strikes, member.others_merged = 0, False
     for member in self._members.by_id.values():
       member.others_merged |= member.strikes > 0 and bool(merged.keys() - {member.learner})
     if merged:
@@ -380,5 +379,4 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
     'contains none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '
     'on another host.',
-    retry_ns=None,
   )

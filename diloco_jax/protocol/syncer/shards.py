@@ -21,10 +21,11 @@ its batches was merged for its fragment before.
 
 With `data.local` each learner has data of its own. Its batches then have a *number* instead of a
 shard: the one that it had before, or one under which nothing was ever merged. So no learner waits
-for a number, none ever reads on under that of another, and each batch of a learner's own data
+for a number, none ever reads on under the number of another, and each batch of a learner's own data
 counts once. Nothing is known of the data themselves: two learners may have the same text.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -74,11 +75,8 @@ class Shards:
     if former in free:
       return self._begin(learner, former)
     if not unheld:
-      free = [
-        shard
-        for shard, holder in self._holders.items()
-        if holder not in live and not self._moving(shard)
-      ]
+      away = [shard for shard, holder in self._holders.items() if holder not in live]
+      free = [shard for shard in away if not self._moving(shard)]
     return self._begin(learner, min(free, key=self._order)) if free else None
 
   def _number(self, former: int | None) -> int:
@@ -87,7 +85,7 @@ class Shards:
       return former
     moving = {move[1] for moves in self._moves.values() for move in moves}
     used = self._holders.keys() | self._merged.keys() | moving
-    return min(number for number in range(len(used) + 1) if number not in used)
+    return next(number for number in itertools.count() if number not in used)
 
   def _may_keep(
     self, learner: str, claim: messages.ShardPosition, former: int | None, steps: int
@@ -138,12 +136,14 @@ class Shards:
     self, sync: int, fragment: int, payloads: Iterable[tuple[str, messages.Contribution]]
   ) -> None:
     """An outer step with these contributions begins: the cursors move if it succeeds."""
-    self._moves[sync] = [[name, one.shard, fragment, one.cursor] for name, one in payloads]
+    self._moves[sync] = [
+      [name, message.shard, fragment, message.cursor] for name, message in payloads
+    ]
 
-  def end(self, sync: int, refused: Collection[str], made: bool) -> None:
-    """An outer step has ended; `made`: it succeeded, without the `refused` learners."""
+  def end(self, sync: int, refused: Collection[str], failed: bool) -> None:
+    """An outer step has ended: it has `failed`, or has merged all but the `refused` learners."""
     for learner, shard, fragment, cursor in self._moves.pop(sync):
-      if made and learner not in refused:
+      if not failed and learner not in refused:
         self._merged.setdefault(shard, [0] * self._fragments)[fragment] = cursor
 
   def _moving(self, shard: int) -> bool:

@@ -1,6 +1,6 @@
 """A sync: its state, the learners that it waits for, its payloads, and when it may end.
 
-The syncer announces a sync before it opens, so that learners give their payloads when these are
+The syncer announces a sync before it opens, so that learners send their payloads when these are
 due. The grace window begins at the opening; the sync merges all payloads that have arrived when the
 window is over and there are K. A closing sync merges the remaining steps: it waits for every asked
 learner, one lease long, and needs no quorum. docs/protocol.md draws the states from SYNC_STATES.

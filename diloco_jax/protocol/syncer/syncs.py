@@ -1,6 +1,6 @@
 """The syncs in hand: those that are announced or open, their payloads, and how they end.
 
-A sync pulls its fragment from every contributor: when it is announced, so that the learner gives it
+A sync pulls its fragment from every contributor: when it is announced, so that the learner sends it
 when it is due, and again when it opens, from those that have not answered. Each contributor answers
 once, with a payload or with a reason to send none; then the sync does not wait for it any more::
 
@@ -10,14 +10,12 @@ once, with a payload or with a reason to send none; then the sync does not wait 
 The sync holds a payload that counts until it merges or is cancelled. Before that the syncer
 withdraws the payload when its learner's session closes (the learner sends the tokens again), or
 when its learner drops the steps of it. If learners rebase, a payload that is late counts for the
-next sync of its fragment. A payload that does not count is dropped immediately; the learner is
-told, except of repeats. Its tokens are discarded with the reason (verdicts.py), unless the learner
-keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
+next sync of its fragment. A payload that does not count is dropped immediately; the learner gets a
+verdict, except for a repeat. Its tokens are discarded with the reason (verdicts.py), unless the
+learner keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
 
 A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """
-
-from collections.abc import Iterable
 
 from diloco_jax.protocol import actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
@@ -144,14 +142,14 @@ class Syncs:
     if self._config.closing(sync.t):
       return
     last, periods = self._published.fragments[sync.fragment].last_sync, 2 * self._tempo.period
-    there = [member for member in self._members.live() if member.caught_up]
-    if pace_lib.lower_median([member.clock for member in there]) - last > periods:
+    able = [member for member in self._members.live() if member.caught_up]
+    if pace_lib.lower_median([member.clock for member in able]) - last > periods:
       self._unmerged.add(sync.fragment)
       rest_ns = REST * self._config.lease_ns if self._in_vain else 0
       if self._all_ns is not None and now_ns - self._all_ns > rest_ns:
         self._all_ns, self._in_vain = None, False
     # One of them may be far ahead of the run, which goes on at the clock of one that has returned.
-    newest = max([sync.t, *(member.claimed for member in there)])
+    newest = max([sync.t, *(member.claimed for member in able)])
     sync.for_all = sync.fragment in self._unmerged and newest - last >= periods
     if sync.for_all and self._all_ns is None:
       self._all_ns = now_ns + self._config.lease_ns
@@ -223,7 +221,8 @@ class Syncs:
     if reason:
       self._reject(member, message, payload_id, reason)
       return
-    self._drop_older(sync, member)
+    # An older payload that was late may wait in this sync. The learner awaits the newer one's end.
+    self._out.drop(sync.withdraw(member.learner))
     sync.waiting.discard(member.learner)
     sync.payloads[member.learner] = (message, payload_id)
     self._out.do(actions.Measure(fragment=message.fragment, payload_id=payload_id))
@@ -251,18 +250,13 @@ class Syncs:
     """The sync for which a late payload counts. None: it would be one that the learner answers with
     all its steps, or P late payloads wait already."""
     p = message.fragment
-    found = next((one for one in self._all() if one.fragment == p and not one.merging), None)
-    if found is not None and (found.state != 'due' or member.learner in found.payloads):
-      return None if self._config.closing(found.t) or found.for_all else found
+    later = next((sync for sync in self._all() if sync.fragment == p and not sync.merging), None)
+    if later is not None and (later.state != 'due' or member.learner in later.payloads):
+      return None if self._config.closing(later.t) or later.for_all else later
     waiting = sum(len(sync.payloads) for sync in self.due.values())
     if self._config.closing(message.sync) or waiting >= self._config.fragments:
       return None
     return self.due.setdefault(p, sync_lib.Sync(t=0, fragment=p))
-
-  def _drop_older(self, sync: sync_lib.Sync, member: members_lib.Member) -> None:
-    """An older payload of a learner was late and waits in a sync for which a newer one has come.
-    The learner was told of the older one's sync, and waits for what becomes of the newer one."""
-    self._out.drop(sync.withdraw(member.learner))
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
@@ -359,7 +353,8 @@ class Syncs:
     sync.move('merging')
     self._in_vain |= sync.for_all and bool(sync.waiting)
     self._unmerged.discard(sync.fragment)
-    shared_steps, given = self._shared_steps(sync), [(name, one) for name, (one, _) in payloads]
+    shared_steps = self._shared_steps(sync)
+    given = [(name, message) for name, (message, _) in payloads]
     merged = [self._ledger.of(self._members.by_id[name]).merged for name, _ in given]
     successor = self._screening.goes_on_from(now_ns, given, merged)
     sync.participants = tuple(
@@ -379,25 +374,23 @@ class Syncs:
     lower median of the participants, or of all if there is one, that were there all the time."""
     last = self._published.fragments[sync.fragment].last_sync
     given = {learner: message.steps for learner, (message, _) in sync.payloads.items()}
-    there = [
-      max(given.get(one.learner, 0), one.clock - last)
-      for one in self._members.live()
-      if (one.learner in given or len(given) == 1 and one.caught_up)
-      and (one.since is None or one.since[0] < max(1, last))
+    steps = [
+      max(given.get(member.learner, 0), member.clock - last)
+      for member in self._members.live()
+      if (member.learner in given or len(given) == 1 and member.caught_up)
+      and (member.since is None or member.since[0] < max(1, last))
     ]
-    return pace_lib.lower_median(there or [*given.values()])
+    return pace_lib.lower_median(steps or [*given.values()])
 
   def merging_from(self, fragment: int) -> dict[tuple[str, int], int]:
     """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the
     tokens of its contribution begin."""
-    return {
-      (participant.learner, participant.incarnation): sync.payloads[participant.learner][
-        0
-      ].tokens_from
-      for sync in self.open.values()
-      if sync.merging and sync.fragment == fragment
-      for participant in sync.participants
-    }
+    starts = {}
+    for sync in self.open.values():
+      for participant in sync.participants if sync.fragment == fragment else ():
+        message, _ = sync.payloads[participant.learner]
+        starts[participant.learner, participant.incarnation] = message.tokens_from
+    return starts
 
   def _participant(
     self,
@@ -411,7 +404,8 @@ class Syncs:
     member = self._members.by_id[learner]
     settled = self._settle_tokens(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
-    least, limit = self._screening.limits(message.fragment, message.steps, shared_steps)
+    usual = self._screening.usual[message.fragment]
+    least, limit = usual.limits(message.steps, self._config, shared_steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,
@@ -428,7 +422,7 @@ class Syncs:
   def end(self, now_ns: int, done: events.MergeDone) -> sync_lib.Sync:
     """The outer step of a sync has ended: ends the sync."""
     sync = self.open.pop(done.sync)
-    self._shards.end(done.sync, done.refused, made=not done.failed)
+    self._shards.end(done.sync, done.refused, bool(done.failed))
     if done.failed:
       self._fail(now_ns, sync, done.failed)
     else:
@@ -442,44 +436,45 @@ class Syncs:
     merged = [
       participant for participant in sync.participants if participant.learner not in done.refused
     ]
-    names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
+    names = tuple(participant.learner for participant in merged)
     if sync.facts:  # else it was decided by the process before
       late = tuple(name for name in sync.facts['late'] if name in names)
+      tokens = sum(participant.tokens for participant in merged)
       changed = {'participants': names, 'late': late, 'tokens': tokens}
       self._out.report(facts.Synced(**(sync.facts | changed)))
-    ends = {(participant.learner, participant.incarnation): '' for participant in sync.participants}
+    reasons = {}
     for participant in sync.participants:
-      if participant.learner in done.refused:  # the new version is its fresh anchor
-        ends[participant.learner, participant.incarnation] = screening_lib.reason(participant)
+      refused = participant.learner in done.refused
+      reason = screening_lib.reason(participant) if refused else ''
+      reasons[participant.learner, participant.incarnation] = reason
+      if refused:  # the new version is its fresh anchor
         self._revoke(participant, sync.fragment)
     for member in self._members.live():
-      end = ends.get((member.learner, member.incarnation))
-      if end is not None and member.joined:  # else its Joined tells what is settled
-        self.send_verdict(member, sync.given_for(member.learner), done.fragment, end)
+      reason = reasons.get((member.learner, member.incarnation))
+      if reason is not None and member.joined:  # else its Joined has what is settled
+        self.send_verdict(member, sync.given_for(member.learner), done.fragment, reason)
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
   def _fail(self, now_ns: int, sync: sync_lib.Sync, why: str) -> None:
     """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
-    self.grace.merge_failed(sync.fragment)
     for participant in sync.participants:
       self._revoke(participant, sync.fragment)
     text = f'Outer step {sync.t} refused: {why}'
     self._out.notices.say(now_ns, 'refused outer step', text)
     self.cancel(sync, why)
-    took_part = {
-      (participant.learner, participant.incarnation) for participant in sync.participants
-    }
-    for member in self._members.live():
-      if (member.learner, member.incarnation) in took_part and member.joined:
+    for participant in sync.participants:
+      member = self._members.by_id[participant.learner]
+      if member.joined and member.live and member.incarnation == participant.incarnation:
         self._published.replace(member, sync.fragment)
 
-  def _revoke(self, one: actions.Participant, fragment: int) -> None:
+  def _revoke(self, refused: actions.Participant, fragment: int) -> None:
     """An update was refused: its tokens are discarded, and its learner needs a fresh anchor."""
-    self._ledger.revoke(one.learner, one.incarnation, one.tokens, screening_lib.reason(one))
-    member = self._members.by_id.get(one.learner)
-    if member is not None and member.incarnation == one.incarnation:
+    reason = screening_lib.reason(refused)
+    self._ledger.revoke(refused.learner, refused.incarnation, refused.tokens, reason)
+    member = self._members.by_id[refused.learner]
+    if member.incarnation == refused.incarnation:
       member.copies[fragment].spoiled = True
 
   def skip(self, upto: int) -> None:
@@ -487,8 +482,8 @@ class Syncs:
     learners can send again."""
     for t in [t for t in self.announced if t < upto]:
       sync = self.announced.pop(t)
-      told = sync.asked | sync.payloads.keys()
-      self._end_without_version(sync, [m for m in self._members.live() if m.learner in told])
+      names = sync.asked | sync.payloads.keys()
+      self._end_without_version(sync, [m for m in self._members.live() if m.learner in names])
 
   def abandon(self) -> None:
     """The process ends: drops all payloads that are not being merged."""
@@ -505,8 +500,8 @@ class Syncs:
     self.cancelled += 1
     self._out.report(facts.Cancelled(sync=sync.t, fragment=sync.fragment, why=why))
 
-  def _end_without_version(self, sync: sync_lib.Sync, told: Iterable[members_lib.Member]) -> None:
-    for member in told:
+  def _end_without_version(self, sync: sync_lib.Sync, members: list[members_lib.Member]) -> None:
+    for member in members:
       if member.joined:
         for t in sorted({sync.given_for(member.learner), sync.t}):
           self.send_verdict(member, t, sync.fragment, messages.CANCELLED)

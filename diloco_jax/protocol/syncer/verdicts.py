@@ -10,8 +10,8 @@ The verdict on a plausible contribution (plausible.py) is the first that holds:
     DUPLICATE   its tokens begin before those that are settled
     ''          it counts
 
-With a reason of messages.Reason its tokens are discarded; if learners rebase, those of a late or
-stale one stay unsettled, and the learner carries them on. The verdict on a Join is None, or a
+With a reason of messages.Reason its tokens are discarded; if learners rebase, the tokens of a late
+or stale one stay unsettled, and the learner carries them on. The verdict on a Join is None, or a
 refusal with the first reason that holds, the syncer's and the learner's value, and what to do.
 """
 
@@ -84,12 +84,11 @@ def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refu
   agreement."""
   if other := formats.refusal('protocol', join.protocol, 'This learner'):
     text = f'{other}. Syncer and learners need one number.'
-    return messages.Refused(code='PROTOCOL', text=text, retry_ns=None)
+    return messages.Refused(code='PROTOCOL', text=text)
   if not ids.is_learner(join.learner):
     return messages.Refused(
       code='BAD_ID',
       text=f'{join.learner[:80]!r} is not a learner id: {ids.RULE}.',
-      retry_ns=None,
     )
   if join.run not in ('', run):
     return messages.Refused(
@@ -97,11 +96,10 @@ def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refu
       text=f'This learner belongs to run {join.run}, the syncer that answers to run {run}. Nothing '
       'was sent, and its checkpoint is untouched. Give it the address of the syncer of its run, or '
       'start it in another workdir to join this run anew.',
-      retry_ns=None,
     )
   difference = agreement_lib.refusal(join.agreement, agreement)
   if difference:
-    return messages.Refused(code='MISMATCH', text=difference, retry_ns=None)
+    return messages.Refused(code='MISMATCH', text=difference)
   return None
 
 
@@ -114,7 +112,6 @@ def refuse_unproved(join: messages.Join, proved: str) -> messages.Refused | None
     text=f'The certificate of this process is of learner "{proved}", it cannot join as '
     f'"{join.learner}". Nothing was merged. Start it as learner "{proved}", or with the '
     f'certificate of "{join.learner}".',
-    retry_ns=None,
   )
 
 
@@ -133,7 +130,6 @@ def refuse_if_held(
       text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
       'that it sends is merged. Its merged updates are safe. Give it another learner id, or stop '
       'the other process.',
-      retry_ns=None,
     )
   member = members.by_id.get(join.learner)
   if member is not None and members.quarantined(member):

@@ -84,13 +84,11 @@ class Start:
 
   def make(self) -> Machine:
     """A new machine. Raises ValueError for an unknown role."""
-    if self.role == 'syncer':
+    if self.role == 'syncer':  # a process imports its own machine alone
       return self._syncer()
     if self.role == 'learner':
       return self._learner()
     raise ValueError(f'role is {self.role!r}, it must be "syncer" or "learner"')
-
-  # A process loads its own machine alone.
 
   def _syncer(self) -> Machine:
     from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -175,28 +173,24 @@ class Writer:
     commit: str = 'unknown',
     versions: dict[str, str] | None = None,
   ):
-    self._start = start
-    self._config_digest = config_digest
-    self._commit = commit
-    self._versions = versions or {}
-    self._segment = 0
+    self._header = Header(
+      schema=SCHEMA,
+      segment=0,
+      previous=GENESIS,
+      role=start.role,
+      node=start.node,
+      start=start,
+      config_digest=config_digest,
+      commit=commit,
+      versions=versions or {},
+    )
     self.index = 0  # of the next turn
     self.hash = GENESIS
 
   def header(self) -> bytes:
     """The first line of the next segment; to be written before any turn."""
-    header = Header(
-      schema=SCHEMA,
-      segment=self._segment,
-      previous=self.hash,
-      role=self._start.role,
-      node=self._start.node,
-      start=self._start,
-      config_digest=self._config_digest,
-      commit=self._commit,
-      versions=self._versions,
-    )
-    self._segment += 1
+    header = dataclasses.replace(self._header, previous=self.hash)
+    self._header = dataclasses.replace(header, segment=header.segment + 1)
     return self._line(header)
 
   def turn(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> bytes:
@@ -283,16 +277,16 @@ class Reader:
     match = _LINE.fullmatch(line)
     if match is None:
       raise TapeError(f'this is not a line of a tape: {codec.short(line)}')
-    body, found = match[1], match[2].decode()
+    body, written = match[1], match[2].decode()
     header = self._header_of(body) if body.startswith(_HEADER) else None
     follows = _chain(header.previous if header else self.hash, body)
-    if found != follows:
+    if written != follows:
       raise TapeError(
-        f'the hash of the line is {found}, but its text and the line before it give '
+        f'the hash of the line is {written}, but its text and the line before it give '
         f'{follows}: the line was changed, or one before it is missing'
       )
     self._continue(header)
-    self.hash = found
+    self.hash = written
     return header or self._turn_of(body)
 
   def _header_of(self, body: bytes) -> Header:
@@ -304,7 +298,7 @@ class Reader:
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:
-    """Raises TapeError unless a header stands exactly where one is due."""
+    """Raises TapeError unless a header comes exactly where one is due."""
     if header is None:
       if self.header is None:
         raise TapeError('the first line is not a header')

@@ -42,12 +42,12 @@ def until(machine: Any, end_s: float, doing: str | None, session: int = 1) -> li
 
 
 def said(done: list) -> list[tuple[float, str]]:
-  return [(at_s, one.text) for at_s, one in done if isinstance(one, actions.Say)]
+  return [(at_s, action.text) for at_s, action in done if isinstance(action, actions.Say)]
 
 
 def reported(done: list) -> list[tuple[float, str]]:
-  told = [(at_s, one.fact) for at_s, one in done if isinstance(one, actions.Report)]
-  return [(at_s, fact.doing) for at_s, fact in told if isinstance(fact, facts.NoStep)]
+  reports = [(at_s, action.fact) for at_s, action in done if isinstance(action, actions.Report)]
+  return [(at_s, fact.doing) for at_s, fact in reports if isinstance(fact, facts.NoStep)]
 
 
 @pytest.mark.parametrize(('usual_s', 'after_s'), [(0.1, 30), (6.0, 60)])
@@ -60,9 +60,9 @@ def test_after_30_s_and_ten_usual_steps_it_says_what_it_does_and_its_heartbeats_
   assert text.startswith(
     f'no step for {at_s:.0f} s: the learner reads its next batch (wait in loop'
   )
-  beats = [(at, one.message) for at, one in done if isinstance(getattr(one, 'message', None),
-           messages.Heartbeat)]  # fmt: skip
-  assert all(one == messages.Heartbeat() for at, one in beats if at < after_s)
+  sent = [(at, send.message) for at, send in done if isinstance(send, actions.Send)]
+  beats = [(at, beat) for at, beat in sent if isinstance(beat, messages.Heartbeat)]
+  assert all(beat == messages.Heartbeat() for at, beat in beats if at < after_s)
   last_s, last = beats[-1]
   assert last.doing == messages.READING and last_s - 4 <= last.idle_ns / SECOND <= last_s
 
@@ -81,7 +81,7 @@ def test_every_process_that_lives_tells_its_records_so_once_per_heartbeat():
 @pytest.mark.parametrize('doing', [messages.COMPILING, messages.SAVING, ''])
 def test_compiling_and_saves_are_no_missing_step(doing):
   done = until(learner(end_stuck_ns=40 * SECOND), 290, doing)
-  assert not said(done) and not any(isinstance(one, actions.Exit) for _, one in done)
+  assert not said(done) and not any(isinstance(action, actions.Exit) for _, action in done)
   assert reported(done)[-1][1] == doing
 
 
@@ -93,8 +93,8 @@ def test_the_next_step_ends_it():
   machine = learner()
   until(machine, 50, messages.STEPPING)
   out = machine.handle(51 * SECOND, events.StepDone(tokens=10, step_ns=51 * SECOND))
-  assert any('makes steps again, after 51 s' in getattr(one, 'text', '') for one in out)
-  assert not single.contents([one for _, one in until(machine, 54, '')], messages.Heartbeat)[
+  assert any('makes steps again, after 51 s' in getattr(action, 'text', '') for action in out)
+  assert not single.contents([action for _, action in until(machine, 54, '')], messages.Heartbeat)[
     0
   ].doing
 
@@ -104,7 +104,7 @@ def test_the_setting_ends_it_with_75_so_that_whoever_starts_it_again_helps():
   assert 120 <= at_s <= 122 and (end.code, end.abandons) == (75, True)
   assert 'sync.end_stuck_s' in end.text and 'start the learner again' in end.text
   done = until(learner(), 400, messages.LOOPING)
-  assert not any(isinstance(one, actions.Exit) for _, one in done)
+  assert not any(isinstance(action, actions.Exit) for _, action in done)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_a_learner_whose_run_is_over_ends_without_a_step_that_nobody_needs(doing
   machine = learner()
   machine.handle(1, single.received(1, messages.Finish()))
   done = until(machine, 100, doing)
-  ends = [(at_s, one) for at_s, one in done if isinstance(one, actions.Exit)]
+  ends = [(at_s, action) for at_s, action in done if isinstance(action, actions.Exit)]
   if ends_s is None:
     assert not ends
   else:
     ((at_s, end),) = ends
     assert ends_s <= at_s <= ends_s + 2 and (end.code, end.abandons) == (0, True)
     assert end.text.startswith('done at clock 3 of 200: 3 steps, 30 tokens; it ends without')
-    assert single.contents([one for _, one in done], messages.Leave)
+    assert single.contents([action for _, action in done], messages.Leave)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_learner_whose_run_or_syncer_has_ended_ends_and_says_which(reason, cod
   out = machine.handle(SECOND, events.Disconnected(session=1, reason=reason))
   out += machine.handle(SECOND, events.StepDone(tokens=10, step_ns=SECOND))
   out += machine.handle(SECOND, events.SaveDone(clock=4))
-  assert not any('unreachable' in getattr(one, 'text', '') for one in out)
+  assert not any('unreachable' in getattr(action, 'text', '') for action in out)
   assert out[-1].code == code and out[-1].text.startswith(reason) and not out[-1].abandons
 
 
@@ -152,4 +152,4 @@ def test_what_may_come_back_is_unreachable_also_a_syncer_that_ended_before_it_wa
   stranger.handle(0, events.Wake())
   reason = f'{messages.GONE}: the log is damaged'  # left behind by a process before
   out = stranger.handle(SECOND, events.Disconnected(session=1, reason=reason))
-  assert not any(isinstance(one, actions.Exit) for one in out)
+  assert not single.of(out, actions.Exit)

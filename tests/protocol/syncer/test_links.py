@@ -1,6 +1,7 @@
 """What the syncer measures of a link, and what it asks of it."""
 
 import collections
+import dataclasses
 
 import pytest
 
@@ -11,6 +12,7 @@ from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
+from tests.protocol import single
 
 SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 
@@ -20,12 +22,12 @@ class Syncer:
 
   def __init__(self, **settings):
     config = config_lib.ProtocolConfig(period=P, fragments=P, **settings)
-    books = books_lib.begin(config)
+    books = books_lib.Books(config)
     self.out, self.tempo = books.out, books.tempo
     for session, name in enumerate(('l0', 'l1')):
       books.members.bind(name, session, 1, session, 0)
     self.links = links_lib.Links(books, (SIZE,) * P, measured=True)
-    self.one = books.members.by_id['l1']
+    self.member = books.members.by_id['l1']
     self.sync = self.tokens = 0
     for _ in range(P):
       self.opens()
@@ -39,27 +41,19 @@ class Syncer:
     """A payload of l1 arrives, `slots` after it was due; before that the link had nothing."""
     self.links.now_ns += round(idle * SLOT_NS)
     self.sync, self.tokens = self.sync + 1, self.tokens + 10
-    self.links.asked(self.one, self.sync)
-    self.links.reported(self.one, self.tokens)
+    self.links.asked(self.member, self.sync)
+    self.links.reported(self.member, self.tokens)
     self.links.now_ns += round(slots * SLOT_NS)
-    self.links.arrived(
-      self.one,
-      messages.Contribution(
-        sync=self.sync,
-        fragment=(self.sync - 1) % P,
-        version=0,
-        steps=1,
-        tokens_from=self.tokens - 10,
-        tokens_to=self.tokens,
-        shard=0,
-        cursor=0,
-        payload=messages.Payload(size_bytes=size, crc32=0),
-      ),
-    )
+    self.arrives(size)
+
+  def arrives(self, size: int = SIZE) -> None:
+    contribution = single.contribution(self.sync, self.tokens - 10, self.tokens)
+    payload = messages.Payload(size_bytes=size, crc32=0)
+    self.links.arrived(self.member, dataclasses.replace(contribution, payload=payload))
 
   @property
   def r(self) -> int:
-    return self.one.up.periods
+    return self.member.up.periods
 
 
 def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recovers():
@@ -74,9 +68,9 @@ def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recove
   syncer.payload(0.1)
   syncer.payload(0.1)
   assert syncer.r == 1
-  taken = syncer.out.take()
-  assert [one.fact.periods for one in taken if isinstance(one, actions.Report)] == [5, 1]
-  [line] = [one.text for one in taken if isinstance(one, actions.Say)]
+  acts = syncer.out.take()
+  assert [action.fact.periods for action in single.of(acts, actions.Report)] == [5, 1]
+  [line] = [action.text for action in single.of(acts, actions.Say)]
   assert 'slow link' in line
 
 
@@ -84,11 +78,11 @@ def asked_in(syncer: Syncer, periods: int, answers: bool) -> list[int]:
   """The places of the syncs, of so many periods, for which l1 is pulled."""
   pulled = []
   for sync in range(syncer.sync + 1, syncer.sync + 1 + periods * P):
-    if syncer.links.pulls(syncer.one, sync):
-      syncer.links.asked(syncer.one, sync)
+    if syncer.links.pulls(syncer.member, sync):
+      syncer.links.asked(syncer.member, sync)
       pulled.append(sync - 1)
       if answers:
-        syncer.links.answered(syncer.one, sync)
+        syncer.links.answered(syncer.member, sync)
   return pulled
 
 
@@ -114,7 +108,7 @@ def test_a_slow_link_that_answers_nothing_is_asked_for_little():
 
 def test_a_link_of_which_no_fragment_has_its_turn_is_asked_once_in_a_period():
   syncer = Syncer()
-  syncer.one.up.periods = links_lib.MOST_PERIODS
+  syncer.member.up.periods = links_lib.MOST_PERIODS
   asked = asked_in(syncer, links_lib.MOST_PERIODS, answers=True)
   assert max(b - a for a, b in zip(asked, asked[1:])) <= P, 'or its recovery would show late'
 
@@ -141,7 +135,7 @@ def test_where_most_links_are_slow_the_period_of_the_run_grows_and_shrinks_again
   assert not syncer.links.retime()
   slow_links_of_all(syncer, 4.0)
   assert syncer.links.retime() and syncer.tempo.period == 5 * P, 'a quarter more than it takes'
-  *_, line = (one.text for one in syncer.out.take() if isinstance(one, actions.Say))
+  *_, line = (action.text for action in syncer.out.take() if isinstance(action, actions.Say))
   assert f'every {5 * P} inner steps' in line and 'Nothing is lost' in line
   slow_links_of_all(syncer, 4.4)
   assert not syncer.links.retime(), 'a small change changes nothing'
@@ -211,22 +205,7 @@ def test_a_payload_that_comes_twice_is_measured_once():
   syncer = Syncer()
   for _ in range(3):
     syncer.payload(0.1)
-  syncer.sync -= 1
-  before = list(syncer.one.up.samples)
-  syncer.one.up.asked.clear()
+  before = list(syncer.member.up.samples)
   syncer.links.now_ns += 99 * SLOT_NS
-  syncer.links.arrived(
-    syncer.one,
-    messages.Contribution(
-      sync=syncer.sync + 1,
-      fragment=syncer.sync % P,
-      version=0,
-      steps=1,
-      tokens_from=syncer.tokens - 10,
-      tokens_to=syncer.tokens,
-      shard=0,
-      cursor=0,
-      payload=messages.Payload(size_bytes=SIZE, crc32=0),
-    ),
-  )
-  assert syncer.one.up.samples == before
+  syncer.arrives()
+  assert syncer.member.up.samples == before

@@ -3,14 +3,13 @@
 Each test opens with the sentence that it checks and its source.
 """
 
-import functools
+import copy
+import dataclasses
 from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import network as network_lib
-from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.talk import Talk
@@ -38,14 +37,6 @@ def contributing(talk: Talk) -> Talk:
   return talk
 
 
-def test_a_machine_state_restores_the_machine():
-  talk = contributing(Talk(learners=1))
-  talk.turn(single.merge_done(2))
-  again = talk.restarted()
-  assert again.machine.state() == talk.machine.state()
-  again.machine.check()
-
-
 def test_a_syncer_that_dies_before_each_save_still_saves():
   """The records of the log after the checkpoint count, too."""
   talk = Talk('l0', save_syncs=2)
@@ -67,6 +58,46 @@ def test_the_syncer_saves_at_each_multiple_of_keep_every():
     assert all(clock % 7 < late for clock in clocks), (node, clocks)
 
 
+# --- A run that a restore brought back (process/restore.py) ---------------------------------------
+
+
+def test_learners_without_a_session_count_as_left():
+  account = {
+    'cursors': [5, 10],
+    'trained': 10,
+    'steps': 1,
+    'merged': 15,
+    'discarded': {},
+    'closed': False,
+  }
+  snapshot = {
+    'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
+    'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
+    'data': {'holders': [[0, 'l1'], [1, 'l0']]},
+  }
+  state = recovery.without(snapshot, ['l1'])
+  assert [row['left'] for row in state['members']] == [False, True]
+  assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
+  assert state['ledger'][1][2] == {
+    **account,
+    'cursors': [10, 10],
+    'discarded': {'left': 5},
+    'closed': True,
+  }
+  assert state['data']['holders'] == [[1, 'l0']], 'its session is free'
+  assert recovery.without(state, ['l1']) == state
+
+
+def test_a_learner_ahead_of_a_rolled_back_run_starts_again():
+  """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
+  talk = Talk(learners=1).restarted()
+  held = (messages.Held(version=5, digest=999),)
+  talk.joins('l0', join={'run': 'r0'}, clock=9, held=held)
+  assert [message.due for message in talk.sent(messages.Joined)] == [(0,)]
+  assert actions.ReadFragment(fragment=0) in talk.out
+  assert any('l0 holds version 5 of fragment 0, this run is at 0' in line for line in talk.said)
+
+
 # --- Closing syncs --------------------------------------------------------------------------------
 
 
@@ -78,20 +109,12 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
   assert sorted(talk.machine._syncs.open) == [2, 4]
   talk.hears('l0', single.contribution(sync=2), payload_id=1)
   (merge,) = talk.merges
-  done = events.MergeDone(
-    sync=2, fragment=merge.fragment, payload_id=None, payload=None, digest=78, norms=(1,)
-  )
-  load = functools.partial(
-    type(talk.machine).load,
-    talk.machine._config,
-    world_lib.AGREEMENT,
-    (network_lib.PAYLOAD_BYTES,) * 2,
-  )
+  done = dataclasses.replace(single.merge_done(2), fragment=merge.fragment, norms=(1,))
   fresh = single.new_machine(fragments=2).state()
-  following = talk.restarted(recovery.replay_log(load, fresh, [(merge, done)]))
+  following = talk.restarted(talk.recovered(fresh, (merge, done)))
   held = tuple(messages.Held(version=v, digest=d) for v, d in ((1, 78), (0, 77)))
   following.joins('l0', held=held)
-  assert [(one.sync, one.fragment) for one in following.sent(messages.Pull)] == [(4, 1)]
+  assert [(message.sync, message.fragment) for message in following.sent(messages.Pull)] == [(4, 1)]
   assert not following.sent(messages.Finish)
 
 

@@ -4,7 +4,6 @@ What is "too long" is pure; what follows is shown on one syncer with two learner
 """
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 
 from diloco_jax.protocol import actions, events, messages, rate_limited_log
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
-from diloco_jax.verification.sim import network as network_lib
-from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single, transcript
 from tests.protocol.talk import Talk
 
@@ -26,18 +22,8 @@ UNIT, BAD = screening_lib.UNIT, screening_lib.NOT_FINITE
 
 
 def config(**changes):
-  return transcript.make_config(
-    **{
-      'norm_factor': 10,
-      'learners': 1,
-      'fragments': 1,
-      'period': 1,
-      'overlap': 0,
-      'quorum': 1,
-      'total_steps': 9,
-      **changes,
-    }
-  )
+  usual = {'norm_factor': 10, 'learners': 1, 'fragments': 1, 'period': 1, 'overlap': 0}
+  return transcript.make_config(**usual | changes)
 
 
 # --- The limit of norms ---------------------------------------------------------------------------
@@ -45,10 +31,10 @@ def config(**changes):
 
 def usual(*norms: int, commits: int = 8, steps: int = 4) -> screening_lib.Usual:
   """What is usual after merges of l0, l1, ..., each of them always with one norm."""
-  made = screening_lib.Usual()
+  history = screening_lib.Usual()
   for _ in range(commits):
-    made.merged({f'l{m}': (norm, steps) for m, norm in enumerate(norms)})
-  return made
+    history.merged({f'l{m}': (norm, steps) for m, norm in enumerate(norms)})
+  return history
 
 
 def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
@@ -57,33 +43,36 @@ def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   assert usual(*norms, commits=7).limits(4, config()) == (0, None)  # not yet
   assert usual(*norms, commits=2).limits(4, config(norm_warmup=2))[1] == 20 * UNIT
   assert usual(*norms, commits=1).limits(4, config(norm_warmup=1)) == (0, None)  # no first norm
+  assert usual(2 * UNIT).limits(4, config()) == (0, 20 * UNIT)  # one vote makes none too small
   assert usual(*norms).limits(4, config(norm_factor=3))[1] == 6 * UNIT
   assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
 
 
-def test_the_limit_grows_with_more_steps_up_to_a_bound_and_does_not_shrink_with_fewer():
-  limits = [usual(2 * UNIT).limits(steps, config(), steps)[1] for steps in (1, 4, 8, 400, 10**6)]
-  assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 640 * UNIT, 640 * UNIT]
-
-
-def test_the_steps_of_one_learner_alone_do_not_make_the_limit_grow():
-  """found A1: a claim of 900,000 steps made a norm of 320 times the usual one allowed."""
-  limits = [usual(2 * UNIT).limits(10**6, config(), shared)[1] for shared in (0, 4, 8, 100)]
-  assert limits == [80 * UNIT, 80 * UNIT, 160 * UNIT, 640 * UNIT]
+@pytest.mark.parametrize(
+  'steps, shared, factor',
+  [
+    # It grows with more steps up to a bound and does not shrink with fewer.
+    *[(1, 1, 20), (4, 4, 20), (8, 8, 40), (400, 400, 640), (10**6, 10**6, 640)],
+    # found A1: a claim of one learner of 900,000 steps allowed a norm of 320 times the usual one.
+    *[(10**6, 0, 80), (10**6, 4, 80), (10**6, 8, 160), (10**6, 100, 640)],
+  ],
+)
+def test_the_limit_grows_with_steps_that_the_learners_share(steps, shared, factor):
+  assert usual(2 * UNIT).limits(steps, config(), shared)[1] == factor * UNIT
 
 
 def test_a_norm_that_has_all_but_vanished_is_refused_and_fewer_steps_may_be_shorter():
-  made = usual(2 * UNIT, 2 * UNIT)
-  least = [made.limits(steps, config())[0] for steps in (400, 4, 1)]
+  history = usual(2 * UNIT, 2 * UNIT)
+  least = [history.limits(steps, config())[0] for steps in (400, 4, 1)]
   assert least == [UNIT >> 19, UNIT >> 19, UNIT >> 21]
 
 
 def test_steps_between_two_updates_of_an_accumulating_optimizer_have_no_vote():
   assert usual(0, 0).limits(4, config()) == (0, None)
-  made = usual(2 * UNIT, 2 * UNIT, commits=2)
+  history = usual(2 * UNIT, 2 * UNIT, commits=2)
   for _ in range(9):
-    made.merged({'l0': (0, 4), 'l1': (0, 4)})
-  assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
+    history.merged({'l0': (0, 4), 'l1': (0, 4)})
+  assert history.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
 
 
 def test_norms_that_are_not_finite_are_always_refused():
@@ -93,11 +82,11 @@ def test_norms_that_are_not_finite_are_always_refused():
 
 
 def test_one_learner_has_one_vote_however_often_it_is_merged():
-  made = usual(2 * UNIT, 2 * UNIT)
+  history = usual(2 * UNIT, 2 * UNIT)
   for _ in range(1000):
-    made.merged({'liar': (1, 4)})
-  assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
-  assert sum(map(len, made.pairs.values())) <= screening_lib.KEPT
+    history.merged({'liar': (1, 4)})
+  assert history.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
+  assert sum(map(len, history.pairs.values())) <= screening_lib.KEPT
 
 
 @pytest.mark.parametrize('other', [1, 2**40 * UNIT])
@@ -106,16 +95,12 @@ def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
   assert not screening_lib.refused(2 * UNIT, least, limit)
 
 
-def test_a_single_vote_makes_no_norm_too_small():
-  made = usual(2 * UNIT)
-  assert made.limits(4, config()) == (0, 20 * UNIT)
-
-
 def test_more_than_half_of_the_learners_are_not_wrong():
   # One learner cannot do it (above), so the usual norm is wrong: nobody is quarantined for it.
   duo = warm()
   for _ in range(3):
-    assert not closed(duo.round(60 * UNIT, 60 * UNIT))
+    duo.round(60 * UNIT, 60 * UNIT)
+    assert not duo.closed
   assert duo.version > 8 and duo.member('l1')['strikes'] == 0
 
 
@@ -254,10 +239,8 @@ def test_a_late_payload_of_the_time_before_a_stall_is_no_answer_for_the_steps_of
   run.tokens = 170
   run.contribute(168, 'l0', to=1680)
   (participants,) = run.all
-  assert [(participant.learner, participant.steps) for participant in participants] == [
-    ('l0', 151),
-    ('l1', 148),
-  ]
+  steps = {participant.learner: participant.steps for participant in participants}
+  assert steps == {'l0': 151, 'l1': 148}
 
 
 def test_what_was_open_before_a_stall_is_no_wait_in_vain():
@@ -361,9 +344,9 @@ class Duo(Talk):
   def done(self, *norms: int) -> events.MergeDone:
     """The end of its outer step with these norms."""
     refused = tuple(
-      one.learner
-      for one, norm in zip(self.merge.participants, norms)
-      if screening_lib.refused(norm, one.least, one.limit)
+      participant.learner
+      for participant, norm in zip(self.merge.participants, norms)
+      if screening_lib.refused(norm, participant.least, participant.limit)
     )
     failed = 'every payload' if len(refused) == len(norms) else ''
     done = dataclasses.replace(
@@ -384,23 +367,16 @@ class Duo(Talk):
     self.steps('l0', 'l1', to=self.sync + 2)
     self.sync += 2
 
-  def round(self, *norms: int) -> list:
+  def round(self, *norms: int) -> None:
+    """A whole sync with these norms; `said` and `closed` are of its end."""
     self.contribute()
     out = self.ends(*norms)
     self.next()
-    return out
+    self.out = out
 
   def is_usual(self) -> bool:
     """Whether the limit is that of the warm-up."""
     return {participant.limit for participant in self.contribute().participants} == {20 * UNIT}
-
-
-def closed(out: list) -> list[int]:
-  return [one.session for one in out if isinstance(one, actions.Close)]
-
-
-def said(out: list) -> list[str]:
-  return [one.text for one in out if isinstance(one, actions.Say)]
 
 
 def warm(**settings) -> Duo:
@@ -416,10 +392,10 @@ def test_a_bad_payload_does_not_affect_the_others_and_the_console_names_the_host
   merged = duo.machine._ledger.totals()['merged']
   assert duo.is_usual()
   duo.ends(2 * UNIT, 60 * UNIT)
-  settled = [duo.sent(messages.Settled, name) for name in ('l0', 'l1')]
-  assert [(one.merged, one.reason) for (one,) in settled] == [(True, ''), (False, 'bad_value')]
+  settled = [message for name in ('l0', 'l1') for message in duo.sent(messages.Settled, name)]
+  assert [message.reason for message in settled] == ['', 'bad_value']
   for name in ('l0', 'l1'):  # the new version is the fresh anchor of the refused one
-    assert [one.version for one in duo.sent(messages.Publish, name)] == [9]
+    assert [message.version for message in duo.sent(messages.Publish, name)] == [9]
   totals = duo.machine._ledger.totals()
   assert totals['merged'] == merged + 20 and totals['discarded']['bad_value'] == 20
   assert duo.said == [
@@ -436,7 +412,7 @@ def test_a_learner_that_trained_nothing_in_some_steps_gets_no_strike():
     duo.ends(*norms)
     reason = 'bad_value' if any(norms) else 'cancelled'
     settled = duo.sent(messages.Settled, 'l1')
-    assert [(one.merged, one.reason) for one in settled] == [(False, reason)]
+    assert [(message.merged, message.reason) for message in settled] == [(False, reason)]
     assert not duo.closed
     if not number:
       assert sum('(gradient accumulation?)' in line for line in duo.said) == 2
@@ -464,30 +440,23 @@ def test_a_norm_that_was_refused_changes_no_limit(rounds):
 
 def test_a_merge_of_the_process_before_makes_nobody_sure_of_its_successor():
   """Of `others_merged`: the norms of a process alone may be right, and the usual ones wrong."""
-  books = books_lib.begin(config())
+  books = books_lib.Books(config())
   screen, members = screening_lib.Screening(books), books.members
   member = members.bind('l0', nonce=2, incarnation=2, session=1, now_ns=0)
   member.strikes = 1
   for name in ('l0', 'l1'):
     members.by_id.setdefault(name, members_lib.Member(name, incarnation=1))
-    one = actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
+    participant = actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
     done = dataclasses.replace(single.merge_done(1), norms=(UNIT,))
-    screen.after_merge(0, sync_lib.Sync(1, 0, participants=(one,), live=('l0', 'l1')), done)
+    screen.after_merge(0, sync_lib.Sync(1, 0, participants=(participant,), live=('l0', 'l1')), done)
     assert member.others_merged == (name == 'l1')
-
-
-def test_a_refused_norm_does_not_enter_the_median():
-  duo = warm()
-  for _ in range(20):
-    duo.round(2 * UNIT, 60 * UNIT)
-    duo.round(2 * UNIT, 2 * UNIT)
-  assert {participant.limit for participant in duo.contribute().participants} == {20 * UNIT}
 
 
 def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   duo = Duo()
   for norm in (BAD, BAD, 2 * UNIT, BAD, BAD):
-    assert not closed(duo.round(UNIT, norm))
+    duo.round(UNIT, norm)
+    assert not duo.closed
   assert (duo.member('l1')['strikes'], duo.member('l1')['max_strikes']) == (2, 2)
   duo.contribute()
   duo.ends(UNIT, BAD)
@@ -504,7 +473,7 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
 @pytest.mark.parametrize('fragments', [2, 4])
 def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
   """Else it may be the usual norm that is wrong, of each of the fragments."""
-  books = books_lib.begin(config(learners=4, fragments=fragments, period=fragments))
+  books = books_lib.Books(config(learners=4, fragments=fragments, period=fragments))
   members = books.members
   for m in range(8):
     members.bind(f'l{m}', m, 1, m, 0)
@@ -524,10 +493,10 @@ def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
       refused=refused,
       failed='every payload' if len(refused) == len(norms) else '',
     )
-    made = sync_lib.Sync(
+    sync_made = sync_lib.Sync(
       sync, fragment, participants=participants, live=tuple(sorted(members.by_id))
     )
-    return [one.learner for one in screen.after_merge(0, made, done)]
+    return [member.learner for member in screen.after_merge(0, sync_made, done)]
 
   large = 60 * UNIT
   for sync in range(3 * fragments - 1):  # the norms of all have grown, half of them are there
@@ -535,8 +504,8 @@ def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
   merge(3 * fragments, {'l2': UNIT}, ())
   assert merge(3 * fragments + 1, {'l0': large, 'l2': UNIT}, ('l0',)) == ['l0']
   assert merge(3 * fragments + 2, {'l1': BAD}, ('l1',)) == ['l1']
-  for sync, found in ((0, []), (1, []), (2, ['l3'])):
-    assert merge(sync, {'l2': UNIT, 'l3': large}, ('l3',)) == found, 'as of any other strike'
+  for sync, struck in ((0, []), (1, []), (2, ['l3'])):
+    assert merge(sync, {'l2': UNIT, 'l3': large}, ('l3',)) == struck, 'as of any other strike'
 
 
 def quarantined() -> Duo:
@@ -592,32 +561,21 @@ def test_a_refusal_by_the_encoder_is_a_strike_too():
     assert bool(duo.refusals) == (number == 2)
 
 
-def test_without_strikes_there_is_no_quarantine():
-  duo = Duo(strikes=0)
-  for _ in range(9):
-    assert not closed(duo.round(UNIT, BAD))
-
-
-def test_repeats_are_said_after_a_pause_with_their_number():
+def test_without_strikes_repeats_are_one_line_a_pause_with_their_number_and_no_quarantine():
   duo = Duo(strikes=0, lease_ms=3_600_000)
-  lines = [said(duo.round(UNIT, BAD)) for _ in range(5)]
-  assert [len(one) for one in lines] == [1, 0, 0, 0, 0]
-  duo.now_ns += rate_limited_log.PAUSE_NS - 6
-  assert not said(duo.round(UNIT, BAD))
-  duo.now_ns += 6
-  (line,) = said(duo.round(UNIT, BAD))
+  counts = []
+  for wait_ns in (0, 0, 0, 0, 0, rate_limited_log.PAUSE_NS - 6, 6):
+    duo.now_ns += wait_ns
+    duo.round(UNIT, BAD)
+    counts.append(len(duo.said))
+    assert not duo.closed, 'there is no quarantine'
+  assert counts == [1, 0, 0, 0, 0, 0, 1]
+  (line,) = duo.said
   assert 'NaN or Inf for fragment 0' in line and '(5 more since the last such line)' in line
 
 
-NORMS = [
-  (UNIT, UNIT),
-  (UNIT, BAD),
-  (BAD, BAD),
-  (60 * UNIT, 60 * UNIT),
-  (UNIT, 60 * UNIT),
-  (UNIT, 0),
-  (0, 0),
-]
+FAR = 60 * UNIT
+NORMS = [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD), (FAR, FAR), (UNIT, FAR), (UNIT, 0), (0, 0)]
 
 
 @pytest.mark.parametrize('lost', [False, True])
@@ -632,13 +590,6 @@ def test_recovery_of_a_record_agrees_with_the_machine(norms, lost):
   if lost:  # between the decision and the end
     duo.loses('l1')
   duo.ends(*norms)
-  load = functools.partial(
-    syncer_machine.SyncerMachine.load,
-    duo.machine._config,
-    world_lib.AGREEMENT,
-    (network_lib.PAYLOAD_BYTES,),
-  )
-  done = dataclasses.replace(done, payload_id=None, payload=None)
-  state = recovery.replay_log(load, before, [(merge, done)])
+  state = duo.recovered(before, (merge, dataclasses.replace(done, payload_id=None, payload=None)))
   after = json.loads(json.dumps(duo.machine.state()))
   assert json.loads(json.dumps(state)) == {**after, recovery.UNSAVED: 1}

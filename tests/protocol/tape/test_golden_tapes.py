@@ -83,9 +83,9 @@ def test_the_running_python_is_one_of_those_tested():
 @pytest.mark.parametrize('version', interpreters.pythons())
 def test_another_process_replays_identically(version: str, hash_seed: str):
   """Same actions, same hash: neither the order of a set or a dict nor the Python matters."""
-  *lines, told = interpreters.run_bare(version, hash_seed, REPLAY, str(ROOT), *map(str, TAPES))
+  *lines, python = interpreters.run_bare(version, hash_seed, REPLAY, str(ROOT), *map(str, TAPES))
   assert lines == [replay(path).text() for path in TAPES]
-  assert told.split()[1:] == version.split('.')
+  assert python.split()[1:] == version.split('.')
 
 
 # --- Recording ------------------------------------------------------------------------------------

@@ -27,30 +27,14 @@ PARTS = {messages.Payload, messages.Held, actions.Participant}
 
 
 def config(**settings: Any) -> config_lib.ProtocolConfig:
-  return config_lib.ProtocolConfig(
-    **{
-      'learners': 2,
-      'fragments': 2,
-      'period': 4,
-      'overlap': 1,
-      'quorum': 2,
-      'total_steps': 20,
-      **settings,
-    }
-  )
+  usual = {'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2}
+  return config_lib.ProtocolConfig(**usual | {'total_steps': 20} | settings)
 
 
 def start(**settings: Any) -> tape_lib.Start:
-  return tape_lib.Start(
-    **{
-      'role': 'learner',
-      'node': 'l0',
-      'config': config(),
-      'digests': (5, 2**64 - 1),
-      'identity': connection.Identity(learner='l0', nonce=1, agreement='{}', host='h', pid=1),
-      **settings,
-    }
-  )
+  identity = connection.Identity(learner='l0', nonce=1, agreement='{}', host='h', pid=1)
+  usual = {'role': 'learner', 'node': 'l0', 'digests': (5, 2**64 - 1), 'identity': identity}
+  return tape_lib.Start(**usual | {'config': config()} | settings)
 
 
 def received(message: messages.Message) -> events.Received:
@@ -82,16 +66,9 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
     wrong = events.MergeDone(sync=1, fragment=0, payload_id=None, payload=None, digest=1)
     with pytest.raises(TypeError) as raised:
       start().make().handle(99, wrong)
-    lines[-1:] = [
-      tape_line_after(
-        lines[-2],
-        'Crash',
-        index=len(EVENTS) - 1,
-        now_ns=99,
-        event=json.loads(tape_lib.encode(wrong)),
-        error=tape_lib.describe(raised.value),
-      )
-    ]
+    turn = {'index': len(EVENTS) - 1, 'now_ns': 99, 'event': json.loads(tape_lib.encode(wrong))}
+    error = tape_lib.describe(raised.value)
+    lines[-1] = tape_line_after(lines[-2], 'Crash', **turn, error=error)
   return lines
 
 
@@ -191,17 +168,17 @@ def test_every_class_survives_a_round_trip(cls: type):
 
 @pytest.mark.parametrize(
   'module, union',
-  [
-    (events, events.Event),
-    (actions, actions.Action),
-    (messages, messages.Message),
-  ],
+  [(events, events.Event), (actions, actions.Action), (messages, messages.Message)],
 )
 def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: Any):
   assert set(classes(module)) - PARTS == set(typing.get_args(union))
   for cls in typing.get_args(union):
     for value in samples(cls):
       assert type(tape_lib.decode(union, json.loads(tape_lib.encode(value)))) is cls
+
+
+RECEIVED = {'kind': 'Received', 'session': 1, 'payload_id': None, 'message': {'kind': 'Finish'}}
+JOINED = {'kind': 'Joined', **dict.fromkeys(('incarnation', 'clock', 'shard', 'cursor'), 0)}
 
 
 @pytest.mark.parametrize(
@@ -217,28 +194,15 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
     ({'kind': 'StepDone', 'tokens': True, **_TIMES}, 'tokens is True, it must be of type int'),
     ({'kind': 'StepDone', 'tokens': 1.0, **_TIMES}, 'tokens is 1.0, it must be of type int'),
     (
-      {'kind': 'Received', 'session': 1, 'payload_id': 'x', 'message': {'kind': 'Finish'}},
+      {**RECEIVED, 'payload_id': 'x'},
       "value.Received.payload_id is 'x', it must be of type int",
     ),
     (
-      {'kind': 'Received', 'session': 1, 'payload_id': None, 'message': {'kind': 'Wake'}},
+      {**RECEIVED, 'message': {'kind': 'Wake'}},
       "the kind of value.Received.message is 'Wake', it must be one of Join, ",
     ),
     (
-      {
-        'kind': 'Received',
-        'session': 1,
-        'payload_id': None,
-        'message': {
-          'kind': 'Joined',
-          'incarnation': 1,
-          'clock': 0,
-          'shard': 0,
-          'cursor': 0,
-          'due': 3,
-          'settled': [0],
-        },
-      },
+      {**RECEIVED, 'message': {**JOINED, 'due': 3, 'settled': [0]}},
       'message.Joined.due is 3, it must be a list',
     ),
   ],
@@ -284,15 +248,15 @@ def starts() -> Iterator[tape_lib.Start]:
   of_syncer = start(
     role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8), identity=None
   )
-  for one in (start(), of_syncer):
-    yield one
-    yield dataclasses.replace(one, digests=None, state=one.make().state())
+  for begun in (start(), of_syncer):
+    yield begun
+    yield dataclasses.replace(begun, digests=None, state=begun.make().state())
 
 
 def test_a_start_makes_the_machine_of_its_role():
-  made = [type(one.make()) for one in starts()]
-  assert made == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
-  assert [one.make().state()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
+  kinds = [type(begun.make()) for begun in starts()]
+  assert kinds == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
+  assert [begun.make().state()['digests'] for begun in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
 
 
 # --- Reading whole, torn and damaged tapes --------------------------------------------------------
@@ -306,10 +270,8 @@ def test_a_whole_tape_is_identical():
 
 
 def test_segments_are_one_tape():
-  whole, cut = (
-    replay_machines.replay(recorded()),
-    replay_machines.replay(recorded(segments=(0, 3, 7))),
-  )
+  whole = replay_machines.replay(recorded())
+  cut = replay_machines.replay(recorded(segments=(0, 3, 7)))
   assert (cut.identical, cut.events, cut.end) == (True, whole.events, 'exit')
   assert cut.hash != whole.hash  # headers are in the chain
 
@@ -323,24 +285,18 @@ def test_segments_are_one_tape():
 )
 def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
   lines = recorded(segments=(1, 7))
+  rest = lines[left]
+  if 'first' in words:  # without the header the hash of the line would be wrong too
+    data = json.loads(rest[0])
+    del data['hash']
+    rest[0] = sealed(tape_lib.GENESIS, data)
   with pytest.raises(tape_lib.TapeError, match=f'line 1: {words}'):
-    # Without the header the line's hash would be wrong too: make it right here.
-    rest = lines[left]
-    replay_machines.replay(
-      [sealed(tape_lib.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
-    )
-
-
-def without_hash(line: bytes) -> dict:
-  data = json.loads(line)
-  del data['hash']
-  return data
+    replay_machines.replay(rest)
 
 
 def test_a_missing_or_foreign_segment_is_found():
   lines = recorded(segments=(3, 7))
-  second = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 1)
-  third = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 2)
+  _, second, third = (n for n, line in enumerate(lines) if 'segment' in json.loads(line))
   with pytest.raises(tape_lib.TapeError, match='segment 2 comes where segment 1 is due'):
     replay_machines.replay(lines[:second] + lines[third:])
   with pytest.raises(tape_lib.TapeError, match='lines are missing between them'):
@@ -429,10 +385,12 @@ def test_one_edited_action_is_shown_with_its_context():
 
   result = replay_machines.replay(edited(recorded(), 6, edit))
   assert (result.identical, result.events) == (False, 6)
-  found = result.divergence
-  assert (found.turn.index, found.turn.now_ns, found.turn.event) == (5, 5, EVENTS[5])
-  assert [turn.index for turn in found.before] == [0, 1, 2, 3, 4]
-  assert found.turn.actions[0].message.tokens == 11 and found.replayed[0].message.tokens == 10
+  divergence = result.divergence
+  assert (divergence.turn.index, divergence.turn.now_ns, divergence.turn.event) == (5, 5, EVENTS[5])
+  assert [turn.index for turn in divergence.before] == [0, 1, 2, 3, 4]
+  assert (
+    divergence.turn.actions[0].message.tokens == 11 and divergence.replayed[0].message.tokens == 10
+  )
   text = result.text()
   assert text.startswith('diverges at turn 5:\nturn 0 at 0 ns  {"kind":"Wake"} -> Dial\n')
   event = '{"kind":"StepDone","tokens":5,"step_ns":9,"data_ns":0,"saving_ns":0,"loss":null}'
@@ -479,10 +437,10 @@ def test_the_order_of_a_dict_matters():
 
 def test_a_long_difference_is_shown_at_its_position():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
-  found = replay_machines.Divergence(
+  divergence = replay_machines.Divergence(
     tape_lib.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
   )
-  lines = found.text().splitlines()
+  lines = divergence.text().splitlines()
   assert 'xhere' in lines[-2] and 'xHERE' in lines[-1] and max(map(len, lines)) < 300
 
 
