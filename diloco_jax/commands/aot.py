@@ -52,10 +52,10 @@ def _header(learner: aot.CompiledLearner, name: str, hbm: int) -> str:
 
 def _line(arrays: dict[str, int], function: aot.Function) -> str:
   sizes = function.arguments, function.outputs, function.temporaries, aot.peak(arrays, function)
-  found = ', '.join(f'{number} {one}' for one, number in function.collectives.items())
+  collectives = ', '.join(f'{number} {collective}' for collective, number in function.collectives.items())
   return (
     f'{function.name:13}'
     + ''.join(f'{size / _MIB:10.1f}' for size in sizes)
-    + f'{function.code / _MIB:8.1f}  {function.flops:.3g} FLOPs; {found or "no collective"}; '
+    + f'{function.code / _MIB:8.1f}  {function.flops:.3g} FLOPs; {collectives or "no collective"}; '
     f'compiled in {function.cpu_s:.0f} CPU-s'
   )

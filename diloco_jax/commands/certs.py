@@ -56,9 +56,9 @@ def _init(words: list[str]) -> None:
   _count(words, 0, 'init --name=NAME')
   if not _NAME.value:
     raise ValueError('init needs the name of the run, --name=NAME')
-  made = authority.init(_folder(), _NAME.value, proofs.utc_now())
+  owner = authority.init(_folder(), _NAME.value, proofs.utc_now())
   print(
-    f'made the authority of run {made.run} in {made.folder}, and {made.folder / names.SYNCER} for '
+    f'made the authority of run {owner.run} in {owner.folder}, and {owner.folder / names.SYNCER} for '
     'its syncer; next: diloco certs issue l0'
   )
 

@@ -67,18 +67,18 @@ def main(argv: list[str]) -> int:
         )
       most = data.eval_batches * data.eval_batch_size
       suite = task.suite(most if _BATCHES.value else evaluate.SUITE_EXAMPLES)
-      for _, told, params in models:
+      for _, heading, params in models:
         table = _table(evaluate.scores(task, params, suite, data.eval_batch_size))
-        print(f'{told}\n{table}' if told else table, flush=True)
+        print(f'{heading}\n{table}' if heading else table, flush=True)
       return 0
     held_out = evaluate.HeldOut(task, assembled.shapes)
     if not held_out.batches:
       raise ValueError(f'the task of the run in {folder} has no held-out batches here')
     where = f'in {len(held_out.batches)} batches of {data.corpus}'
-    for _, told, params in models:
+    for _, heading, params in models:
       loss, bits = held_out.evaluate(params)
       fact = report_facts.Eval(step=0, loss=loss, bits_per_byte=bits)
-      print(f'{told}held-out loss {fact.text} {where}', flush=True)
+      print(f'{heading}held-out loss {fact.text} {where}', flush=True)
   return 0
 
 

@@ -16,13 +16,13 @@ POSITIONAL = True
 
 
 def main(argv: list[str]) -> None:
-  found = {path.stem: path.read_text('utf-8') for path in sorted(cli.EXAMPLES.glob('*.py'))}
+  examples = {path.stem: path.read_text('utf-8') for path in sorted(cli.EXAMPLES.glob('*.py'))}
   match argv[1:]:
     case []:
-      for name, text in found.items():
+      for name, text in examples.items():
         first_line = (ast.get_docstring(ast.parse(text)) or '').partition('\n')[0]
         print(f'{name:20}{first_line}')
-    case [name] if name in found:
-      print(found[name].replace('experiments/examples/', ''), end='')  # it is not in a checkout now
+    case [name] if name in examples:
+      print(examples[name].replace('experiments/examples/', ''), end='')  # it is not in a checkout now
     case words:
-      raise exits.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(found)}')
+      raise exits.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(examples)}')

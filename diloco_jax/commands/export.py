@@ -84,13 +84,13 @@ def _write_each(out: pathlib.Path, models: Iterable, write: Callable) -> None:
   from diloco_jax.api import versions
 
   folder = versions.Versions(out, _KEEP.value)  # which it has until its end
-  for version, told, params in models:
+  for version, heading, params in models:
     began_s = time.monotonic()
     try:
-      print(f'{told}{folder.add(version, lambda new: write(new, params))}', flush=True)
+      print(f'{heading}{folder.add(version, lambda new: write(new, params))}', flush=True)
     except OSError as error:
       if exits.refusal(error) is not exits.DiskFailed:
         raise
       end = f'{out / versions.LATEST} is what it was; the next version is tried'
-      print(f'{told}not written: {exits.one_line(error)}. {end}', flush=True)
+      print(f'{heading}not written: {exits.one_line(error)}. {end}', flush=True)
     time.sleep(max(0.0, began_s + _EVERY_S.value - time.monotonic()))

@@ -27,7 +27,7 @@ from diloco_jax.launch.engines import gke, local, ray, slurm, systemd
 from diloco_jax.process import exits
 
 _ENGINES: dict[str, types.ModuleType] = {
-  one.__name__.rpartition('.')[2]: one for one in (gke, local, ray, slurm, systemd)
+  engine.__name__.rpartition('.')[2]: engine for engine in (gke, local, ray, slurm, systemd)
 }
 _ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'What runs the programs.')
 _WORKDIR = flags.DEFINE_string(
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     known = engine.known(request)
     described = spec_lib.make(request, known)
     needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
-  missing = [*(text for text, there in needs.items() if not there), *_wrong_certificates(described)]
+  missing = [*(text for text, present in needs.items() if not present), *_wrong_certificates(described)]
   if missing:
     text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
     raise exits.NeverRetry(f'{text}. Nothing was written or started')
@@ -120,10 +120,10 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
   of = flags.FLAGS.get_key_flags_for_module
-  writing = [name for name, one in _ENGINES.items() if not hasattr(one, 'run')]
+  writing = [name for name, engine in _ENGINES.items() if not hasattr(engine, 'run')]
   own = {'disk_gib': ['gke'], 'port': ['slurm'], 'out': writing}
   for flag in of(__name__):
-    readers = own.get(flag.name) or [name for name, one in _ENGINES.items() if flag in of(one)]
+    readers = own.get(flag.name) or [name for name, engine in _ENGINES.items() if flag in of(engine)]
     if flag.present and readers and _ENGINE.value not in readers:
       raise exits.NeverRetry(
         f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '

@@ -36,11 +36,11 @@ def main(argv: list[str]) -> int:
   width = shutil.get_terminal_size().columns
   with exits.never_retry(ValueError):
     if len(workdirs) == 1:
-      made = summary_lib.write(workdirs[0], plot=_PLOT.value, out=out)
-      text, failed = summary_lib.text(made, workdirs[0], width, out), made.get('missing')
+      summary = summary_lib.write(workdirs[0], plot=_PLOT.value, out=out)
+      text, failed = summary_lib.text(summary, workdirs[0], width, out), summary.get('missing')
     else:
-      found = beside.read(workdirs)
-      text, failed = beside.text(found), beside.write(found, out)
+      runs = beside.read(workdirs)
+      text, failed = beside.text(runs), beside.write(runs, out)
       text += f'\nin {out}: beside.txt, beside.html\n'
   print(text, end='')
   return exits.DISK_FAILED if failed else 0

@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
     signal.signal(number, lambda number, frame: ended.set())
   path = workdir / 'wandb.json'
   with exits.never_retry(ValueError, OSError):
-    found = json_files.read(path) if path.exists() else formats.stamp('track')
+    sent = json_files.read(path) if path.exists() else formats.stamp('track')
     # Of a process: its id, how many bytes of its records were sent, and a hash of their end.
-    lines = formats.taken('track', found, path).get('lines', {})
+    lines = formats.taken('track', sent, path).get('lines', {})
   tails, runs, last, begun = records_lib.TailAll(workdir), {}, False, set()
   while not last:
     last = not _FOLLOW.value or ended.wait(_READ_S) or os.getppid() != parent

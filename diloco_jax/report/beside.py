@@ -23,12 +23,12 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
   return dict(zip(names, map(folder_lib.read, workdirs)))
 
 
-def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
+def write(runs: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
   """Writes table and page; returns the names of those that could not be written."""
-  states = lambda: [state(one.run, one.config, name) for name, one in found.items()]
-  views: dict[str, Any] = {'beside.txt': lambda: text(found)}
+  states = lambda: [state(read.run, read.config, name) for name, read in runs.items()]
+  views: dict[str, Any] = {'beside.txt': lambda: text(runs)}
   views['beside.html'] = lambda: page.inline(states())
-  folders = shlex.join(str(one.workdir) for one in found.values())
+  folders = shlex.join(str(read.workdir) for read in runs.values())
   return summary_lib.write_views(out, views, f'diloco report {folders}')
 
 
@@ -71,9 +71,9 @@ def _points(curves: Sequence[Sequence[Mapping[str, Any]]], by: str) -> list[Mapp
   """The last evaluation of the first run beside which each other run has one of about as many
   tokens, or of the same clock, with those; []: there is none. Nothing between two is made up."""
   near = _NEAR if by == 'tokens' else 0
-  for one in reversed(curves[0]):
-    nearest = [min(curve, key=lambda other: abs(other[by] - one[by])) for curve in curves]
-    if one[by] and all(abs(other[by] - one[by]) <= near * one[by] for other in nearest):
+  for point in reversed(curves[0]):
+    nearest = [min(curve, key=lambda other: abs(other[by] - point[by])) for curve in curves]
+    if point[by] and all(abs(other[by] - point[by]) <= near * point[by] for other in nearest):
       return nearest
   return []
 

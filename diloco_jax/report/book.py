@@ -291,7 +291,7 @@ class Book:
         self.learners[name].phase = phase
       case report_facts.Step():
         seconds = fact.seconds, fact.data_s, fact.saving_s, fact.waited_s
-        times_ns = (round(one * 1e9) for one in seconds)
+        times_ns = (round(time_s * 1e9) for time_s in seconds)
         self.stepped(name, at_ns, fact.tokens // fact.steps, *times_ns)
       case facts.State(state='joined'):
         self.joined(name, at_ns)
@@ -320,10 +320,10 @@ class Book:
     self._await(at_ns)
 
   def _await(self, at_ns: int) -> None:
-    found = QUORUM if len(self._members) < self._quorum else STRAGGLER
-    found = SYNCER_DOWN if self._syncer_died else found
-    if found != self._awaited[-1][1]:
-      self._awaited.append((at_ns, found))
+    awaited = QUORUM if len(self._members) < self._quorum else STRAGGLER
+    awaited = SYNCER_DOWN if self._syncer_died else awaited
+    if awaited != self._awaited[-1][1]:
+      self._awaited.append((at_ns, awaited))
 
   def _runs(self, name: str, at_ns: int, running: bool) -> None:
     """Counts the learners that train. One that has trained to the end is not missing."""
@@ -379,16 +379,16 @@ class Book:
     """Tokens in the records of learners that are not in the ledger: the syncer heard of none."""
     if self.ledger is None:
       return 0
-    told = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
-    more = sum(max(0, one.tokens - told.get(name, 0)) for name, one in self.learners.items())
-    return max(0, more - told.get(ids.FORGOTTEN, 0))
+    counted = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
+    more = sum(max(0, learner.tokens - counted.get(name, 0)) for name, learner in self.learners.items())
+    return max(0, more - counted.get(ids.FORGOTTEN, 0))
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""
     learners = {}
     for name in self.learners:
-      found = self.partition(name, at_ns)
-      learners[name] = {'wall_s': sum(found.values()) / 1e9, 'shares': as_shares(found)}
+      spent_ns = self.partition(name, at_ns)
+      learners[name] = {'wall_s': sum(spent_ns.values()) / 1e9, 'shares': as_shares(spent_ns)}
     return {'learners': learners, **dataclasses.asdict(self.figures(at_ns))}
 
   def figures(self, at_ns: int) -> Figures:
@@ -402,14 +402,14 @@ class Book:
     return Figures(
       training=ideal_ns * _inverse(sum(at_ns - learner.began_ns for learner in learners)),
       training_since_joined=ideal_ns * _inverse(sum(wall_ns for _, wall_ns in walls)),
-      token=merged * _inverse(sum(one.rate * wall_ns for one, wall_ns in walls)),
+      token=merged * _inverse(sum(learner.rate * wall_ns for learner, wall_ns in walls)),
       uptime=self._uptime(at_ns),
       system_uptime=self._system_uptime(),
       **shares(self.ledger),
     )
 
   def _uptime(self, at_ns: int) -> float:
-    lost = [(one.lost_ns, -1) for name, one in self.learners.items() if name in self._training]
+    lost = [(learner.lost_ns, -1) for name, learner in self.learners.items() if name in self._training]
     changes = self._changes + [change for change in lost if change[0] is not None]
     changes.sort(key=lambda change: change[0])  # that a learner had died is known when it is back
     times_ns, training = collections.Counter(), None

@@ -88,8 +88,8 @@ class Condition:
   def text(self) -> str:
     """In words, with the time that binds it."""
     if self.silent:
-      told = f'{self.why} not heard of for {self._time(self.heard_s)} ({self.state} before)'
-      return told.strip()
+      silence = f'{self.why} not heard of for {self._time(self.heard_s)} ({self.state} before)'
+      return silence.strip()
     why = f': {self.why}' if self.why else ''
     if self.state == 'waiting':
       return f'{self.state} {self.why}'.strip()
@@ -115,32 +115,32 @@ RUN_STATES = {
 
 
 def of_program(
-  told: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
+  program: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
 ) -> Condition:
   """Of the syncer or a learner. `told`: programs.Program; `others`: for whom a learner waits;
   `over`: nobody starts it again, as the syncer has ended."""
-  state, why, since_s = told.phase or told.state, told.why, told.since_s
-  if told.quarantine:
-    state, why = 'in quarantine', told.quarantine
+  state, why, since_s = program.phase or program.state, program.why, program.since_s
+  if program.quarantine:
+    state, why = 'in quarantine', program.quarantine
   elif state == 'waiting':
-    state, why = 'joining' if told.phase and not others else state, others
-  elif state == 'down' and not told.supervised:
+    state, why = 'joining' if program.phase and not others else state, others
+  elif state == 'down' and not program.supervised:
     state = 'lost'
   elif state == 'down' and over:
-    state, why = (told.processes and told.processes[-1].ended) or 'stopped', ''
-  elif told.no_step and state in ('training', 'alone'):
-    at_s, doing, idle_s = told.no_step
+    state, why = (program.processes and program.processes[-1].ended) or 'stopped', ''
+  elif program.no_step and state in ('training', 'alone'):
+    at_s, doing, idle_s = program.no_step
     if doing == messages.COMPILING:
       state, why, since_s = 'compiling', '', at_s - idle_s
     elif doing not in ('', messages.WAITING) and idle_s >= MISSING_S:
       state, why, since_s = 'no step', messages.DOING[doing], at_s - idle_s
-  found = Condition(
-    state=state, since_s=since_s, heard_s=told.heard_s, now_s=now_s, why=why, known=told.known
+  condition = Condition(
+    state=state, since_s=since_s, heard_s=program.heard_s, now_s=now_s, why=why, known=program.known
   )
-  patience_s = max(silent_s, _LONG_S) if found.kind == STARTS else silent_s
-  lives = not found.is_gone and state != 'down' and (state != 'waiting' or told.processes)
-  silent = bool(lives) and now_s - told.heard_s > patience_s
-  return dataclasses.replace(found, silent=True, why='') if silent else found
+  patience_s = max(silent_s, _LONG_S) if condition.kind == STARTS else silent_s
+  lives = not condition.is_gone and state != 'down' and (state != 'waiting' or program.processes)
+  silent = bool(lives) and now_s - program.heard_s > patience_s
+  return dataclasses.replace(condition, silent=True, why='') if silent else condition
 
 
 def of_run(run: Any) -> Condition:
@@ -174,8 +174,8 @@ def of_run(run: Any) -> Condition:
   of = run.learners
   behind = [name for name in of if of[name].is_live and of[name].step < run.total_steps]
   at_s, late, at_most_s = run.closing if waits else (0.0, behind, 0.0)
-  found = {name: learners[name] for name in late if name in learners}
-  told = [f'{name} ({one.text})' for name, one in found.items() if not one.is_gone]
+  late_ones = {name: learners[name] for name in late if name in learners}
+  told = [f'{name} ({learner.text})' for name, learner in late_ones.items() if not learner.is_gone]
   left = f', at most {header.duration(max(0.0, at_s + at_most_s - run.looked_s))} more' * waits
   why = f'it waits for {", ".join(told)}{left}' if told else 'it evaluates, and writes the model'
   return so(state='closing', why=why)
@@ -183,24 +183,24 @@ def of_run(run: Any) -> Condition:
 
 def notices(run: Any) -> list[str]:
   """What a person should know, or do, about a run: whole sentences."""
-  whole, told = of_run(run), []
+  whole, sentences = of_run(run), []
   if whole.state == 'not begun':
     return ['Waiting for the first record: no process of this run has written one yet.']
   if whole.silent:
     whose, ago = 'the syncer' if run.syncer else 'all learners', whole.now_s - whole.heard_s
-    told.append(
+    sentences.append(
       f'The records of {whose} ended {header.duration(ago)} ago: does it still run? Its log, or '
       'terminal, says why not.'
     )
   elif whole.state in ('dead', 'closing', 'down'):
     remedy = _REMEDIES.get(run.syncer, '').format(SYNCER) if whole.state == 'dead' else ''
-    told.append(f'The run is {whole.text}.{remedy}')
-  found = {name: run.condition(name) for name in run.ordered}
-  faults = {name: one for name, one in found.items() if one.kind == FAULT}
+    sentences.append(f'The run is {whole.text}.{remedy}')
+  conditions = {name: run.condition(name) for name in run.ordered}
+  faults = {name: condition for name, condition in conditions.items() if condition.kind == FAULT}
   if not whole.silent and whole.kind != ENDED:
-    faults |= {name: one for name, one in found.items() if one.silent}
-  for name, one in list(faults.items())[:_NAMED]:
-    told.append(f'{name}: {one.text}.{_REMEDIES.get(one.state, "").format(name)}')
+    faults |= {name: condition for name, condition in conditions.items() if condition.silent}
+  for name, condition in list(faults.items())[:_NAMED]:
+    sentences.append(f'{name}: {condition.text}.{_REMEDIES.get(condition.state, "").format(name)}')
   if len(faults) > _NAMED:
-    told.append(f'So {len(faults) - _NAMED} more: the table of learners has them all.')
-  return told
+    sentences.append(f'So {len(faults) - _NAMED} more: the table of learners has them all.')
+  return sentences

@@ -39,20 +39,20 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   newest record, and a line on stderr says which. Raises ValueError: there is none."""
   if workdir:
     return workdir
-  if not (found := runs()):
+  if not (folders_of_runs := runs()):
     raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
-  print(f'{found[-1]}, the newest of {len(found)} in {folders.RUNS}/', file=sys.stderr, flush=True)
-  return found[-1]
+  print(f'{folders_of_runs[-1]}, the newest of {len(folders_of_runs)} in {folders.RUNS}/', file=sys.stderr, flush=True)
+  return folders_of_runs[-1]
 
 
 def runs() -> list[str]:
   """The folders of runs under ./runs; the one with the newest record is the last."""
-  found = []
+  dated = []
   for path in pathlib.Path(folders.RUNS).glob('*'):
     kept = sorted((path / records_lib.RECORDS).glob('*.jsonl'))
-    if (path / load.FILE).is_file() or any(one.stem == 'syncer' for one in kept):
-      found.append((max((one.stat().st_mtime for one in kept), default=0.0), str(path)))
-  return [path for _, path in sorted(found)]
+    if (path / load.FILE).is_file() or any(record.stem == 'syncer' for record in kept):
+      dated.append((max((record.stat().st_mtime for record in kept), default=0.0), str(path)))
+  return [path for _, path in sorted(dated)]
 
 
 def read(workdir: str | pathlib.Path) -> Read:
@@ -109,6 +109,6 @@ def pace(config: run_config.Config | None) -> dict[str, Any]:
   silence."""
   if config is None:
     return {'total_steps': math.inf}
-  one, silent_s = config.sync, max(run_facts.SILENT_S, config.sync.lease_s / 2)
-  told = {'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
+  sync, silent_s = config.sync, max(run_facts.SILENT_S, config.sync.lease_s / 2)
+  told = {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
   return {'total_steps': config.train.steps, 'silent_s': silent_s, **told}

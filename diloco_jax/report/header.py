@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 
 
-def labels(found: Iterable[str]) -> str:
+def labels(names: Iterable[str]) -> str:
   """What a label function has made of the arrays of a model.
 
   >>> labels(['body', 'local', 'body'])
   'labels of the arrays: 2 body, 1 local'
   """
-  counts = collections.Counter(found)
+  counts = collections.Counter(names)
   return f'labels of the arrays: {", ".join(f"{n} {label}" for label, n in counts.items())}'
 
 

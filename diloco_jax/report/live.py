@@ -57,32 +57,32 @@ class Display:
 
 def status_line(view: run_facts.RunFacts) -> str:
   """The state of the run in one line."""
-  told = _pace(view)
+  parts = _pace(view)
   if view.evaluations:
-    told.append(f'held-out loss {view.evaluations[-1].loss:.3f}')
+    parts.append(f'held-out loss {view.evaluations[-1].loss:.3f}')
   if view.merges_s:
     up, down = header.size(view.wire.bytes_up), header.size(view.wire.bytes_down)
-    told += [f'{len(view.merges_s)} outer steps', f'up {up}', f'down {down}']
+    parts += [f'{len(view.merges_s)} outer steps', f'up {up}', f'down {down}']
     if view.figures and view.figures.training_since_joined is not None:
-      told.append(f'goodput since joined {view.figures.training_since_joined:.1%}')
+      parts.append(f'goodput since joined {view.figures.training_since_joined:.1%}')
   done = f'{view.progress:.0%}' if view.total_steps < math.inf else 'length not recorded'
   whole = condition.of_run(view)
   if whole.kind in (condition.FAULT, condition.SILENT) or whole.state == 'closing':
-    told.append(f'the run is {whole.brief}')
-  return f'{done}: {", ".join(_learners(view))}{"; " if told else ""}{", ".join(told)}'
+    parts.append(f'the run is {whole.brief}')
+  return f'{done}: {", ".join(_learners(view))}{"; " if parts else ""}{", ".join(parts)}'
 
 
 def _learners(view: run_facts.RunFacts) -> list[str]:
   """What each does, in words; of many those of which something is to be said, and counts."""
-  found = {name: view.condition(name) for name in view.ordered}
-  steps = {name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in found}
+  conditions = {name: view.condition(name) for name in view.ordered}
+  steps = {name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in conditions}
   bad = {condition.FAULT, condition.SILENT}
-  shown = [name for name, one in found.items() if len(found) <= _EACH or one.kind in bad]
-  rest = collections.Counter(one.state for name, one in found.items() if name not in shown)
+  shown = [name for name, condition in conditions.items() if len(conditions) <= _EACH or condition.kind in bad]
+  rest = collections.Counter(condition.state for name, condition in conditions.items() if name not in shown)
   more = len(shown) - _EACH
   return [
     *(f'{count} {state}' for state, count in rest.items()),
-    *(f'{name} {found[name].brief}{steps[name]}' for name in shown[:_EACH]),
+    *(f'{name} {conditions[name].brief}{steps[name]}' for name in shown[:_EACH]),
     *([f'{more} more not well'] if more > 0 else []),
   ]
 

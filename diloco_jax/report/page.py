@@ -28,4 +28,4 @@ def inline(states: list[dict[str, Any]]) -> str:
 
 
 def _inside(tag: str):
-  return lambda found: f'<{tag}>{text(found[1])}</{tag}>'
+  return lambda match: f'<{tag}>{text(match[1])}</{tag}>'

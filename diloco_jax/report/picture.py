@@ -29,7 +29,7 @@ _DEATHS = ('killed', 'failed', 'lost')
 
 def draw(run: Mapping[str, Any]) -> figure_lib.Figure:
   """Draws the picture of a run, given by its state."""
-  learners = {name: one for name, one in run['learners'].items() if one['lives']}
+  learners = {name: learner for name, learner in run['learners'].items() if learner['lives']}
   hues = (i * 0.382 % 1 for i in range(len(_COLOURS), len(learners)))
   more = [colors.to_hex(colors.hsv_to_rgb((hue, 0.6, 0.7))) for hue in hues]
   colours = dict(zip(learners, [*_COLOURS, *more]))
@@ -63,9 +63,9 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
           axes.annotate(f'{name} {how}', (x, y), fontsize=8, path_effects=rim, **where)
   style = {'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
   own = [(f'learner {name}', run['learners'][name], colour) for name, colour in colours.items()]
-  for label, one, colour in [*own, ('global model', run, 'black')]:
-    if one['held_out'][0]:
-      tokens, losses = one['held_out']  # a None, between points far apart, ends a line
+  for label, source, colour in [*own, ('global model', run, 'black')]:
+    if source['held_out'][0]:
+      tokens, losses = source['held_out']  # a None, between points far apart, ends a line
       label = f'{label}, held-out loss'
       axes.plot(tokens, np.array(losses, float), color=colour, label=label, **style)
   if axes.get_lines():
@@ -73,7 +73,7 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
     if len(colours) > MANY:  # one of each kind
       pairs = {label.partition(', ')[2]: line for line, label in zip(lines_, labels)}
       lines_, labels = list(pairs.values()), [f'{len(colours)} learners, {pair}' for pair in pairs]
-      labels = [one.replace(f'{len(colours)} learners, held-out', 'held-out') for one in labels]
+      labels = [label.replace(f'{len(colours)} learners, held-out', 'held-out') for label in labels]
     axes.legend(lines_, labels, frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')
   axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
@@ -129,7 +129,7 @@ def _draw_processes(
   lanes = {'syncer': run['syncer_lives']} if run['syncer_lives'] else {}
   lanes |= {name: run['learners'][name]['lives'] for name in colours}
   long_s = state_lib.shortened(run['pauses'], run['end_s'])
-  unit, unit_s = next(one for one in _UNITS if long_s >= 5 * one[1] or one[1] == 1)
+  unit, unit_s = next(row for row in _UNITS if long_s >= 5 * row[1] or row[1] == 1)
   short = lambda at_s: state_lib.shortened(run['pauses'], at_s) / unit_s
   for row, (name, lives) in enumerate(lanes.items()):
     for number, (*times, ended) in enumerate(lives):

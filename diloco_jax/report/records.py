@@ -110,9 +110,9 @@ class Recorder:
     """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
-    found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    told = [line, *found, report_facts.speed_text(cost.speed(seconds))]
-    self.say(', '.join(filter(None, told)))
+    figures = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
+    parts = [line, *figures, report_facts.speed_text(cost.speed(seconds))]
+    self.say(', '.join(filter(None, parts)))
 
   def evaluated(self, fact: report_facts.Eval) -> None:
     """Reports a held-out loss, as a fact, a line and a point of a curve."""
@@ -127,8 +127,8 @@ class Recorder:
       self.evaluated(report_facts.Eval(step=step, loss=values.pop('loss')))
     if values:
       self.report(report_facts.Metrics(step=step, values=values))
-      told = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
-      self.say(f'held-out at clock {step}: {told}')
+      figures_text = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
+      self.say(f'held-out at clock {step}: {figures_text}')
       self.scalars(step, {f'evaluation/{name}': value for name, value in values.items()})
 
   def ended(self, code: int) -> None:

@@ -130,8 +130,8 @@ class RunFacts:
     program = self.syncer_told if name == ids.SYNCER else self.learners[name]
     others = ''
     if program.phase == 'waiting':  # each look asks for each learner
-      found = [one for one in self.ordered if not self.learners[one].is_live and one != name]
-      others = f'for {found[0]}{" and others" * (len(found) > 1)}' if found else ''
+      absent = [other for other in self.ordered if not self.learners[other].is_live and other != name]
+      others = f'for {absent[0]}{" and others" * (len(absent) > 1)}' if absent else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
     over = self.syncer in ('done', 'stopped', 'refused', 'failed')
@@ -160,7 +160,7 @@ class RunFacts:
   @property
   def tokens_per_second(self) -> float:
     """Of all learners that work."""
-    return sum(one.tokens_per_second for name, one in self.learners.items() if self.works(name))
+    return sum(learner.tokens_per_second for name, learner in self.learners.items() if self.works(name))
 
   def works(self, name: str) -> bool:
     """Whether a learner makes steps, as far as anybody knows."""
@@ -207,12 +207,12 @@ class RunFacts:
     here = self.book.learners
     away = [name for name in self.ordered if self.learners[name].joined and name not in here]
     whose = ', '.join(away[:3]) + ' and others' * (len(away) > 3)
-    told = [f'Where the time of {whose} went is not known: no records of it are in this folder.']
-    found = [self.book.partition(name, round(self.end_s * 1e9)) for name in here]
-    begins = sum(one[what] for one in found for what in book_lib.STARTS)
-    share = begins / max(1, sum(sum(one.values()) for one in found))
+    notes = [f'Where the time of {whose} went is not known: no records of it are in this folder.']
+    accounts = [self.book.partition(name, round(self.end_s * 1e9)) for name in here]
+    begins = sum(account[what] for account in accounts for what in book_lib.STARTS)
+    share = begins / max(1, sum(sum(account.values()) for account in accounts))
     starts = f'The start of processes took {share:.0%}: in a longer run it is less.'
-    return ' '.join(told * bool(away) + [starts] * (share > 0.3))
+    return ' '.join(notes * bool(away) + [starts] * (share > 0.3))
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""

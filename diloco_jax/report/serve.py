@@ -85,17 +85,17 @@ class Watch:
     """New records; those that are left at `until_s` come the next time."""
     first, self._behind = self._behind, True
     while time.monotonic() < until_s:
-      if (found := next(self._rows, None)) is None:
+      if (new := next(self._rows, None)) is None:
         self._rows = self._stream()
-        if (found := next(self._rows, None)) is None:
+        if (new := next(self._rows, None)) is None:
           self._behind = False
           return
-      for name in (found[0], found[1].get('child', found[0])):
+      for name in (new[0], new[1].get('child', new[0])):
         if name not in ids.NO_LEARNERS:
           self._run.learners.setdefault(name, programs.LearnerFacts())
       if not first:
-        self._grew_s[found[0]] = time.monotonic()
-      yield found
+        self._grew_s[new[0]] = time.monotonic()
+      yield new
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -228,8 +228,8 @@ def metrics(run: dict[str, Any]) -> str:
   text = _states('run', {'': run}) + _states('learner', run['learners'])
   for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
     for name in names.split():
-      told = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
+      samples = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
       about = f'{name.replace("_", " ")}: docs/reference/metrics.md'
       text += f'# HELP diloco_{start}{name} {about}\n# TYPE diloco_{start}{name} gauge\n'
-      text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in told)
+      text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in samples)
   return text

@@ -26,24 +26,24 @@ def state(
 ) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
-  wire, told = run.wire, run.layout.lines if run.layout else []
-  told = (
-    [*told, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else told
+  wire, about = run.wire, run.layout.lines if run.layout else []
+  about = (
+    [*about, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else about
   )
   merges = run.merges_s, run.participants, run.live, run.staleness
   connected = [learner.connected for learner in run.learners.values()]
-  working = [one for name, one in run.learners.items() if one.steps and run.works(name)]
-  found = {name: getattr(run, name) for name in _OF_RUN} | {
+  working = [learner for name, learner in run.learners.items() if learner.steps and run.works(name)]
+  values = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
     'folder': folder_name.encode(errors='replace').decode(),  # what no encoding has, as ?
     'progress': run.progress if config else None,
     'tokens': run.trained,
     'began_s': run.began_s and round(run.began_s),
     'looked_s': run.looked_s,
-    'rate_s': run.looked_s - max((one.steps[-1].at_s for one in working), default=run.looked_s),
+    'rate_s': run.looked_s - max((learner.steps[-1].at_s for learner in working), default=run.looked_s),
     'condition': _so(condition.of_run(run)),
     'notices': condition.notices(run),
-    'about': '; '.join(told if config else [*told, f'config {folder_lib.UNKNOWN}']),
+    'about': '; '.join(about if config else [*about, f'config {folder_lib.UNKNOWN}']),
     'loss_unit': folder_lib.loss_unit(config, run),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
@@ -61,11 +61,11 @@ def state(
     'events': heapq.nlargest(_EVENTS, _events(run)),
   }
   digits = lambda text: float(f'{float(text):.5g}')
-  return json.loads(json.dumps(found), parse_float=digits, parse_constant=lambda _: None)
+  return json.loads(json.dumps(values), parse_float=digits, parse_constant=lambda _: None)
 
 
-def _so(one: condition.Condition) -> dict[str, Any]:
-  return {'state': one.state, 'kind': one.kind, 'text': one.text, 'meaning': one.meaning}
+def _so(condition: condition.Condition) -> dict[str, Any]:
+  return {'state': condition.state, 'kind': condition.kind, 'text': condition.text, 'meaning': condition.meaning}
 
 
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _mean_pace(
   """Tokens a second from the first step to the last one, without the long part of pauses."""
   ends = [(learner.steps[0].at_s, learner.steps[-1].at_s) for learner in learners if learner.steps]
   began_s, ended_s = (
-    min((one for one, _ in ends), default=0),
-    max((one for _, one in ends), default=0),
+    min((began for began, _ in ends), default=0),
+    max((ended for _, ended in ends), default=0),
   )
   took_s = shortened(pauses := _pauses(run), ended_s) - shortened(pauses, began_s)
   return tokens / took_s if took_s > 0 else None
@@ -105,10 +105,10 @@ def _held_out(run: run_facts.RunFacts) -> list[list]:
   points: list[tuple[float, float | None]] = []
   apart = [b - a for a, b in itertools.pairwise(run.evaluated_tokens)]
   far = max(run.tokens / 5, 2 * min(apart[:-1] or apart or [0]))  # the last one may come early
-  for tokens, one in zip(run.evaluated_tokens, run.evaluations):
+  for tokens, evaluation in zip(run.evaluated_tokens, run.evaluations):
     if points and tokens - points[-1][0] > (far if points[-1][0] else run.tokens / 20):
       points.append(((tokens + points[-1][0]) / 2, None))
-    points.append((tokens, one.loss))
+    points.append((tokens, evaluation.loss))
   return _columns(points)
 
 
@@ -132,8 +132,8 @@ def _curve(learner: programs.LearnerFacts) -> list[list]:
       some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:  # a loss that became NaN has its end where it was one
-      mine = range(first, len(points))
-      last = max((i for i in mine if math.isfinite(points[i][1])), default=-1)
+      places = range(first, len(points))
+      last = max((i for i in places if math.isfinite(points[i][1])), default=-1)
       points[last] = (*points[last][:2], process.ended)
       points.append((points[-1][0] + 1, None, ''))
   return [list(column) for column in zip(*points)] or [[], [], []]
@@ -152,7 +152,7 @@ def _pauses(run: run_facts.RunFacts) -> list[tuple[float, float]]:
   pauses, until_s = [], 0.0
   programs = [run.syncer_processes, *(learner.processes for learner in run.learners.values())]
   for began_s, _, end_s, _ in sorted(
-    itertools.chain(*map(_lives, programs)), key=lambda one: one[0]
+    itertools.chain(*map(_lives, programs)), key=lambda life: life[0]
   ):
     if began_s - until_s > PAUSE_S:
       pauses.append((until_s, began_s - until_s))
@@ -176,8 +176,8 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, processes in {'syncer': run.syncer_processes, **programs}.items():
     for number, process in enumerate(processes, 1):
       yield process.started_s, name, f'process {number} starts' if number > 1 else 'starts'
-      told = process.ended == 'lost' and name != 'syncer'  # below, with the reason
-      if process.ended_s is not None and not told:
+      explained = process.ended == 'lost' and name != 'syncer'  # below, with the reason
+      if process.ended_s is not None and not explained:
         yield process.ended_s, name, process.ended
   for at_s, name, count, error in run.missing:
     yield at_s, name, f'{count} facts could not be written: {error}'
@@ -186,7 +186,7 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, learner in run.learners.items():
     for at_s, incarnation in learner.joined:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
-    deaths_s = [one.ended_s or 0 for one in learner.processes if one.ended in ('killed', 'failed')]
+    deaths_s = [process.ended_s or 0 for process in learner.processes if process.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
       if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else that is told, as its end
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

@@ -76,9 +76,9 @@ class StepTimes:
   def add(self, time_ns: int) -> None:
     self.count += 1
     self.total_ns += time_ns
-    found = self._bins.setdefault(round(math.log2(max(1, time_ns)) * BINS), [0, 0])
-    found[0] += 1
-    found[1] += time_ns
+    times = self._bins.setdefault(round(math.log2(max(1, time_ns)) * BINS), [0, 0])
+    times[0] += 1
+    times[1] += time_ns
 
   @property
   def median_ns(self) -> float:
@@ -100,7 +100,7 @@ class StepTimes:
     median = self.median_ns
     spread = _median([(abs(total / count - median), count) for count, total in self._bins.values()])
     limit = median + 3 * spread
-    near = [one for one in self._bins.values() if one[1] / one[0] <= limit]
+    near = [times for times in self._bins.values() if times[1] / times[0] <= limit]
     return sum(total for _, total in near) / sum(count for count, _ in near)
 
   def beyond_ns(self, limit_ns: float) -> int:

@@ -42,15 +42,15 @@ def write(
   """Writes the report of the run in a folder to `out` (None: WORKDIR/report) and returns the
   summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
-  found = folder_lib.read(workdir)
-  found.run.look(time.time())
-  summary, shown = summarize(found), state_of(found)
+  read = folder_lib.read(workdir)
+  read.run.look(time.time())
+  summary, shown = summarize(read), state_of(read)
   folder = out or workdir / REPORT
   views: dict[str, Callable[[], str | bytes]] = {
     SUMMARY: lambda: json.dumps(summary, indent=2) + '\n',
     PAGE: lambda: page.inline([shown]),
   }
-  if plot and any(learner.steps for learner in found.run.learners.values()):
+  if plot and any(learner.steps for learner in read.run.learners.values()):
     views[TIMELINE] = lambda: _png(shown)
   with contextlib.suppress(OSError):
     (folder / TIMELINE).unlink()  # of the run before it continued
@@ -60,8 +60,8 @@ def write(
   return summary
 
 
-def state_of(found: folder_lib.Read) -> dict[str, Any]:
-  return state_lib.state(found.run, found.config, found.workdir.name)
+def state_of(read: folder_lib.Read) -> dict[str, Any]:
+  return state_lib.state(read.run, read.config, read.workdir.name)
 
 
 def _png(shown: dict[str, Any]) -> bytes:
@@ -81,13 +81,13 @@ def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> l
 
 def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
   path.unlink(missing_ok=True)  # an old view would be taken for the new one
-  made = make()
-  json_files.replace(path, made if isinstance(made, bytes) else made.encode(errors='replace'))
+  content = make()
+  json_files.replace(path, content if isinstance(content, bytes) else content.encode(errors='replace'))
 
 
-def summarize(found: folder_lib.Read) -> dict[str, Any]:
+def summarize(read: folder_lib.Read) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded). None: it is not known."""
-  config, run = found.config, found.run
+  config, run = read.config, read.run
   ledger, evaluations = run.ledger, run.evaluations
   tokens = _tokens(run)
   between = [n for learner in run.learners.values() for n in learner.steps_between]
@@ -99,31 +99,31 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
-    'loss_unit': found.loss_unit,
+    'loss_unit': read.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
       {
-        'step': one.step,
+        'step': evaluation.step,
         'tokens': tokens,
         'seconds': round(at_s, 3),
-        'loss': one.loss,
-        'bits_per_byte': one.bits_per_byte or None,
+        'loss': evaluation.loss,
+        'bits_per_byte': evaluation.bits_per_byte or None,
       }
-      for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
+      for evaluation, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
     ],
     'tokens_trained': tokens['trained'],
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
     'outer_steps': ledger.synced if ledger else len(run.merges_s),
     'period_chosen': run.period or None,
-    'cosines': {label: statistics.fmean(found) for label, found in sorted(run.cosines.items())},
+    'cosines': {label: statistics.fmean(values) for label, values in sorted(run.cosines.items())},
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
-    'learners': {name: _learner(name, found) for name in run.ordered},
+    'learners': {name: _learner(name, read) for name in run.ordered},
     'condition': condition.of_run(run).text,
     'looked_at': run.looked_at,
     'kills': [
@@ -140,7 +140,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
-    'wall_seconds': round(found.wall_seconds, 3),
+    'wall_seconds': round(read.wall_seconds, 3),
   }
 
 
@@ -153,8 +153,8 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
   return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 
-def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
-  run, learner = found.run, found.run.learners[name]
+def _learner(name: str, read: folder_lib.Read) -> dict[str, Any]:
+  run, learner = read.run, read.run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
@@ -180,13 +180,13 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   }
 
 
-def _told(one: condition.Condition) -> str:
+def _told(condition: condition.Condition) -> str:
   """What is so of a learner, in words of a text that is read later; '' of one that is done."""
-  if one.is_gone or one.state in ('down', 'no step'):
-    why = one.text if one.state == 'no step' else f'{one.state}: {one.why}'.removesuffix(': ')
-    return '' if one.state == 'done' else why
-  ago = f', {header.duration(one.now_s - one.heard_s)} before this report' * one.silent
-  return f'{one.state if one.silent else one.brief} when its records ended{ago}'
+  if condition.is_gone or condition.state in ('down', 'no step'):
+    why = condition.text if condition.state == 'no step' else f'{condition.state}: {condition.why}'.removesuffix(': ')
+    return '' if condition.state == 'done' else why
+  ago = f', {header.duration(condition.now_s - condition.heard_s)} before this report' * condition.silent
+  return f'{condition.state if condition.silent else condition.brief} when its records ended{ago}'
 
 
 def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def merged_line(summary: Mapping[str, Any]) -> str:
   if not summary['outer_steps'] or merged >= 0.95 * trained:
     return ''
   parts = {'merged': merged, **summary['tokens_discarded']}.items()
-  told = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
-  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md' * bool(told)
+  parts_of_all = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
+  return f'trained {trained:,} tokens, {", ".join(parts_of_all)}: see docs/howto/report.md' * bool(parts_of_all)
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -319,8 +319,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f'config         {folder_lib.UNKNOWN}')
   elif summary['condition'] != 'over':
     when = time.strftime('%H:%M:%S', time.localtime(summary['looked_at']))
-    told = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
-    lines.append(f'not ended      {told}, as of {when}')
+    clock = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
+    lines.append(f'not ended      {clock}, as of {when}')
   return lines
 
 
@@ -328,18 +328,18 @@ def _file_lines(
   summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  shown, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
+  shown, report_shown = (min(str(path), os.path.relpath(path), key=len) for path in (workdir, report))
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   saved = [f'{shown}/{name}' for name in (folders.ISLANDS, 'syncer') if (workdir / name).is_dir()]
-  lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
+  lines = [f'report       {report_shown}: {", ".join([TEXT, *files])}'] if files else []
   if saved:
     lines.append(f'checkpoints  {" and ".join(filter(None, [*saved, summary["store"]]))}')
   if saved and (workdir / load.FILE).is_file():  # else the syncer has another folder
     lines.append(f'model        import diloco_jax; diloco_jax.load_params({shown!r})')
     begun = summary['init_from']  # from a Hugging Face folder, perhaps
     folder = begun and any(pathlib.Path(begun).glob('model.safetensors*'))
-    made = 'NEW_FOLDER' if folder else 'model.safetensors'
-    lines.append(f'             diloco export --workdir={shlex.quote(shown)} --out={made}')
+    out = 'NEW_FOLDER' if folder else 'model.safetensors'
+    lines.append(f'             diloco export --workdir={shlex.quote(shown)} --out={out}')
     if (workdir / 'model').is_dir():
       load_it = f'v1.load({str(workdir.absolute() / "model")!r})'
       lines.append(f'             from orbax.checkpoint import v1; {load_it}')
@@ -382,11 +382,11 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
     if row['cost']:
-      told = (
+      devices = (
         f'{row["cost"]["devices"]} x {row["cost"]["kind"]}',
         report_facts.speed_text(row['speed']),
       )
-      line += ', '.join(['', *filter(None, told)])
+      line += ', '.join(['', *filter(None, devices)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     if row['incarnations'] > 1 or row['staleness']:
@@ -397,8 +397,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   if period := summary['period_chosen']:
     lines.append(f'the syncer chose a period of {period} inner steps, as most links asked for it')
   if cosines := summary['cosines']:
-    told = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
-    lines.append(f'cosines      between the updates of two learners, on average: {told}')
+    devices = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
+    lines.append(f'cosines      between the updates of two learners, on average: {devices}')
   return lines + _clock_lines(summary)
 
 
@@ -407,7 +407,7 @@ def _three(rows: Iterable[Mapping[str, Any]], what: str) -> str:
   if not known:
     return 'not known'
   form = '{:,.3f}' if isinstance(known[0], float) else '{:,}'
-  return ', '.join(form.format(one) for one in (known[0], known[len(known) // 2], known[-1]))
+  return ', '.join(form.format(value) for value in (known[0], known[len(known) // 2], known[-1]))
 
 
 def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -474,12 +474,12 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
+def goodput_lines(goodput: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   """Book.summary for people: a table of categories and learners, then the figures."""
   lines = []
-  rows = list(found['learners'].items())
+  rows = list(goodput['learners'].items())
   if len(rows) > MANY:
-    orders = [sorted(one['shares'].get(what, 0) for _, one in rows) for what in book_lib.CATEGORIES]
+    orders = [sorted(row['shares'].get(what, 0) for _, row in rows) for what in book_lib.CATEGORIES]
     three = (('least', 0), ('median', len(rows) // 2), ('most', -1))
     pick = lambda at: {what: all_[at] for what, all_ in zip(book_lib.CATEGORIES, orders)}
     rows = [(name, {'shares': pick(at)}) for name, at in three]
@@ -492,18 +492,18 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
       if any(share != '0.0' for share in shares):
         lines.append(f'  {category:24}' + ''.join(share.rjust(cell) for share in shares))
   lines.append(
-    f'goodput        {found["training"]:.1%} of the time of all learners in inner steps at the '
-    f'ideal pace, merged or not; {found["training_since_joined"]:.1%} since they joined'
+    f'goodput        {goodput["training"]:.1%} of the time of all learners in inner steps at the '
+    f'ideal pace, merged or not; {goodput["training_since_joined"]:.1%} since they joined'
   )
   lines.append(
-    f'token goodput  {found["token"]:.1%} of what they could have trained since then is in the '
+    f'token goodput  {goodput["token"]:.1%} of what they could have trained since then is in the '
     f'model'
   )
-  if found['note']:
-    lines.append(f'               {found["note"]}')
+  if goodput['note']:
+    lines.append(f'               {goodput["note"]}')
   lines.append(
-    f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
-    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
+    f'uptime         {goodput["uptime"]:.1%} with a quorum that trained, '
+    f'{goodput["system_uptime"]:.1%} without long gaps between outer steps'
   )
   return lines
 
