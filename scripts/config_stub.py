@@ -38,12 +38,12 @@ def stub() -> str:
   return _HEAD + ''.join(sections)
 
 
-def _field(name: str, one: config_lib.Setting) -> str:
-  default = one.written(one.default)
+def _field(name: str, setting: config_lib.Setting) -> str:
+  default = setting.written(setting.default)
   kind = 'OptionalInt' if default is None else type(default).__name__
-  if one.choices:
-    kind = f'Literal[{", ".join(map(repr, one.choices))}]'
-  doc = textwrap.fill(f'"""{one.doc}"""', 98, initial_indent='  ', subsequent_indent='  ')
+  if setting.choices:
+    kind = f'Literal[{", ".join(map(repr, setting.choices))}]'
+  doc = textwrap.fill(f'"""{setting.doc}"""', 98, initial_indent='  ', subsequent_indent='  ')
   return f'  {name}: {kind} = {default!r}\n{doc}\n'
 
 

@@ -113,17 +113,17 @@ def imports() -> dict[str, set[str]]:
   modules = {
     '.'.join(path.relative_to(ROOT).with_suffix('').parts): path for path in PACKAGE.rglob('*.py')
   }
-  found: dict[str, set[str]] = {}
+  arrows: dict[str, set[str]] = {}
   for path in modules.values():
-    here = found.setdefault(room(path), set())
+    here = arrows.setdefault(room(path), set())
     for node in ast.walk(ast.parse(path.read_text('utf-8'))):
       if isinstance(node, ast.ImportFrom):
         for alias in node.names:
           module = modules.get(f'{node.module}.{alias.name}') or modules.get(str(node.module))
           if module is not None and room(module) not in (room(path), ''):  # of no room: version.py
             here.add(room(module))
-  del found['']
-  return found
+  del arrows['']
+  return arrows
 
 
 def without_detours(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -133,7 +133,7 @@ def without_detours(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
     direct = arrows.get(name, set())
     reach[name] = direct.union(*(reach[other] for other in direct))
   return {
-    name: {one for one in direct if not any(one in reach[other] for other in direct)}
+    name: {target for target in direct if not any(target in reach[other] for other in direct)}
     for name, direct in arrows.items()
   }
 

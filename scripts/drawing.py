@@ -53,25 +53,25 @@ class _Layers:
     self.chains = {pair: self._chain(*pair) for pair in dict.fromkeys(down)}
     links = [pair for chain in self.chains.values() for pair in zip(chain, chain[1:])]
     self.beside = {
-      one: ([a for a, b in links if b == one], [b for a, b in links if a == one])
-      for one in self.rank
+      place: ([a for a, b in links if b == place], [b for a, b in links if a == place])
+      for place in self.rank
     }
     self.rows = [
-      [one for one in self.rank if self.rank[one] == row]
+      [place for place in self.rank if self.rank[place] == row]
       for row in range(max(self.rank.values()) + 1)
     ]
     self._order()
     self._place()
 
   def _circles(self, arrows: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
-    found, seen, path = set(), set(), []
+    circles, seen, path = set(), set(), []
 
     def visit(name: str) -> None:
       seen.add(name)
       path.append(name)
       for a, b in arrows:
         if a == name and b in path:
-          found.add((a, b))
+          circles.add((a, b))
         elif a == name and b not in seen:
           visit(b)
       path.pop()
@@ -79,50 +79,50 @@ class _Layers:
     for name in self.names:
       if name not in seen:
         visit(name)
-    return found
+    return circles
 
   def _chain(self, a: str, b: str) -> list:
     """The arrow from a to b, with a place in each row between."""
     middle = [(a, b, row) for row in range(self.rank[a] + 1, self.rank[b])]
-    self.rank |= {one: one[2] for one in middle}
+    self.rank |= {place: place[2] for place in middle}
     return [a, *middle, b]
 
   def _order(self) -> None:
     for turn in range(16):
       for row in self.rows if turn % 2 == 0 else self.rows[::-1]:
-        place = {one: i for some in self.rows for i, one in enumerate(some)}
-        near = {one: [place[other] for other in self.beside[one][turn % 2]] for one in row}
-        row.sort(key=lambda one: statistics.fmean(near[one]) if near[one] else place[one])
+        place = {name: i for some in self.rows for i, name in enumerate(some)}
+        near = {name: [place[other] for other in self.beside[name][turn % 2]] for name in row}
+        row.sort(key=lambda name: statistics.fmean(near[name]) if near[name] else place[name])
 
   def _place(self) -> None:
-    self.x = {one: 100.0 * i for row in self.rows for i, one in enumerate(row)}
+    self.x = {name: 100.0 * i for row in self.rows for i, name in enumerate(row)}
     for turn in range(80):
       for row in self.rows if turn % 2 == 0 else self.rows[::-1]:
-        for one in row:
-          if near := self.beside[one][turn % 2] or [*self.beside[one][0], *self.beside[one][1]]:
-            self.x[one] = statistics.fmean(self.x[other] for other in near)
-        middle = statistics.fmean(self.x[one] for one in row)
+        for name in row:
+          if near := self.beside[name][turn % 2] or [*self.beside[name][0], *self.beside[name][1]]:
+            self.x[name] = statistics.fmean(self.x[other] for other in near)
+        middle = statistics.fmean(self.x[name] for name in row)
         for a, b in zip(row, row[1:]):
           self.x[b] = max(self.x[b], self.x[a] + self._apart(a, b))
-        moved = middle - statistics.fmean(self.x[one] for one in row)
-        for one in row:
-          self.x[one] += moved
-    left = min(self.x[one] - self._width(one) / 2 for one in self.x) - 12
-    self.x = {one: x - left for one, x in self.x.items()}
+        moved = middle - statistics.fmean(self.x[name] for name in row)
+        for name in row:
+          self.x[name] += moved
+    left = min(self.x[name] - self._width(name) / 2 for name in self.x) - 12
+    self.x = {name: x - left for name, x in self.x.items()}
 
-  def _width(self, one) -> float:
-    return _wide(one if isinstance(one, str) else '')
+  def _width(self, name) -> float:
+    return _wide(name if isinstance(name, str) else '')
 
   def _apart(self, a, b) -> float:
     return (self._width(a) + self._width(b)) / 2 + _GAP
 
   @property
   def size(self) -> tuple[float, float]:
-    width = max(self.x[one] + self._width(one) / 2 for one in self.x) + 12
+    width = max(self.x[name] + self._width(name) / 2 for name in self.x) + 12
     return width, _ROW * (len(self.rows) - 1) + _BOX + 24
 
-  def y(self, one) -> float:
-    return 12 + _BOX / 2 + _ROW * self.rank[one]
+  def y(self, name) -> float:
+    return 12 + _BOX / 2 + _ROW * self.rank[name]
 
 
 def graph(title: str, arrows: Sequence[tuple[str, str]], numbered: bool = False) -> str:
@@ -133,7 +133,7 @@ def graph(title: str, arrows: Sequence[tuple[str, str]], numbered: bool = False)
     chain = layers.chains[(b, a) if back else (a, b)]
     both = (b, a) in arrows
     shift = (14 if back else -14) if both else 0
-    points = [(layers.x[one] + shift, layers.y(one)) for one in chain]
+    points = [(layers.x[name] + shift, layers.y(name)) for name in chain]
     x, y = points[0][0], points[0][1] + _BOX / 2
     path = f'M{x:.0f} {y:.0f}'
     middle = None

@@ -60,8 +60,8 @@ def fuzz_with_atheris(target: fuzzing.Target, seconds: float) -> None:
       raise RuntimeError(f'{target.name} is broken')
 
   def mutated(data: bytes, most: int, seed: int) -> bytes:
-    found = target.mend(atheris.Mutate(data, most)) if seed % 4 else next(mutants)
-    return found[:most]
+    mutant = target.mend(atheris.Mutate(data, most)) if seed % 4 else next(mutants)
+    return mutant[:most]
 
   mutants = target.mutants(random.Random())
   with tempfile.TemporaryDirectory() as corpus:

@@ -8,9 +8,6 @@ torchft  torchft's DiLoCo: a quorum from its lighthouse, an all-reduce of the fl
 Each process has one thread for arithmetic: with more, a round of torchft takes three times as long
 on two cores. The environment has neither jax nor grpcio, so this file imports nothing of the
 project; sizes and flags are those of outer_round.py.
-
-In network namespaces torchft runs with --period inner steps in a round, each of --floor_s at least
-after --warm rounds, and --host, its own address.
 """
 
 import argparse
@@ -24,7 +21,7 @@ from multiprocessing import connection
 import torch
 import torch.distributed
 
-LEARNERS = 4
+LEARNERS, HOST = 4, '127.0.0.1'
 WIDTH, ARRAYS = 1024, 24
 LIMIT = datetime.timedelta(seconds=600)
 
@@ -48,11 +45,10 @@ def torchft(flags: argparse.Namespace) -> Rounds:
   from torchft import local_sgd, manager, process_group
 
   fragments = int(flags.variant)
-  period = flags.period or fragments
   torch.manual_seed(0)
   layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(ARRAYS)]
   model, each = torch.nn.Sequential(*layers), ARRAYS // fragments
-  store = torch.distributed.TCPStore(flags.host, 0, is_master=True, wait_for_workers=False)
+  store = torch.distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
   managed = manager.Manager(
     pg=process_group.ProcessGroupGloo(timeout=LIMIT),
     load_state_dict=model.load_state_dict,
@@ -60,12 +56,12 @@ def torchft(flags: argparse.Namespace) -> Rounds:
     min_replica_size=LEARNERS,
     use_async_quorum=False,
     replica_id=f'l{flags.index}',
-    store_addr=flags.host,
+    store_addr=HOST,
     store_port=store.port,
     rank=0,
     world_size=1,
     lighthouse_addr=f'http://{flags.address}',
-    hostname=flags.host,
+    hostname=HOST,
     timeout=LIMIT,
   )
   inner = torch.optim.SGD(model.parameters(), lr=1.0)  # without gradients its step does nothing
@@ -73,15 +69,13 @@ def torchft(flags: argparse.Namespace) -> Rounds:
   outer = [
     torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts
   ]
-  with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=period, pin_memory=False):
-    for number in range(flags.rounds):
-      began, floor_s = time.monotonic(), flags.floor_s if number >= flags.warm else 0.0
+  with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=fragments, pin_memory=False):
+    for _ in range(flags.rounds):
       with torch.no_grad():
         for leaf in model.parameters():
           leaf.add_(torch.randn_like(leaf), alpha=1e-3)
       holds = time.monotonic()
-      for step in range(1, period + 1):
-        time.sleep(max(0.0, began + step * floor_s - time.monotonic()))
+      for _ in range(fragments):
         inner.step()
       yield holds, time.monotonic()
   assert managed.current_step() == flags.rounds * fragments, 'a round was not committed'
@@ -101,10 +95,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   for name in ('way', 'variant', 'address'):
     parser.add_argument(f'--{name}', default='')
-  for name in ('index', 'rounds', 'period', 'warm', 'pipe'):
+  for name in ('index', 'rounds', 'pipe'):
     parser.add_argument(f'--{name}', type=int, default=0)
-  parser.add_argument('--floor_s', type=float, default=0.0)
-  parser.add_argument('--host', default='127.0.0.1')
   flags = parser.parse_args()
   os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
   torch.set_num_threads(1)
@@ -113,8 +105,8 @@ def main() -> None:
     return
   run = {'torch': gloo, 'torchft': torchft}[flags.way]
   pipe = connection.Connection(flags.pipe)
-  for one in run(flags):
-    pipe.send(one)
+  for moments in run(flags):
+    pipe.send(moments)
     pipe.recv()
 
 

@@ -58,8 +58,8 @@ def _init(words: list[str]) -> None:
     raise ValueError('init needs the name of the run, --name=NAME')
   owner = authority.init(_folder(), _NAME.value, proofs.utc_now())
   print(
-    f'made the authority of run {owner.run} in {owner.folder}, and {owner.folder / names.SYNCER} for '
-    'its syncer; next: diloco certs issue l0'
+    f'made the authority of run {owner.run} in {owner.folder}, and '
+    f'{owner.folder / names.SYNCER} for its syncer; next: diloco certs issue l0'
   )
 
 

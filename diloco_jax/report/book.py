@@ -380,7 +380,9 @@ class Book:
     if self.ledger is None:
       return 0
     counted = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
-    more = sum(max(0, learner.tokens - counted.get(name, 0)) for name, learner in self.learners.items())
+    more = sum(
+      max(0, learner.tokens - counted.get(name, 0)) for name, learner in self.learners.items()
+    )
     return max(0, more - counted.get(ids.FORGOTTEN, 0))
 
   def summary(self, at_ns: int) -> dict[str, Any]:
@@ -409,7 +411,9 @@ class Book:
     )
 
   def _uptime(self, at_ns: int) -> float:
-    lost = [(learner.lost_ns, -1) for name, learner in self.learners.items() if name in self._training]
+    lost = [
+      (learner.lost_ns, -1) for name, learner in self.learners.items() if name in self._training
+    ]
     changes = self._changes + [change for change in lost if change[0] is not None]
     changes.sort(key=lambda change: change[0])  # that a learner had died is known when it is back
     times_ns, training = collections.Counter(), None

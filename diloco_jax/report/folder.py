@@ -41,7 +41,11 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
     return workdir
   if not (folders_of_runs := runs()):
     raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
-  print(f'{folders_of_runs[-1]}, the newest of {len(folders_of_runs)} in {folders.RUNS}/', file=sys.stderr, flush=True)
+  print(
+    f'{folders_of_runs[-1]}, the newest of {len(folders_of_runs)} in {folders.RUNS}/',
+    file=sys.stderr,
+    flush=True,
+  )
   return folders_of_runs[-1]
 
 

@@ -130,7 +130,9 @@ class RunFacts:
     program = self.syncer_told if name == ids.SYNCER else self.learners[name]
     others = ''
     if program.phase == 'waiting':  # each look asks for each learner
-      absent = [other for other in self.ordered if not self.learners[other].is_live and other != name]
+      absent = [
+        other for other in self.ordered if not self.learners[other].is_live and other != name
+      ]
       others = f'for {absent[0]}{" and others" * (len(absent) > 1)}' if absent else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
@@ -160,7 +162,9 @@ class RunFacts:
   @property
   def tokens_per_second(self) -> float:
     """Of all learners that work."""
-    return sum(learner.tokens_per_second for name, learner in self.learners.items() if self.works(name))
+    return sum(
+      learner.tokens_per_second for name, learner in self.learners.items() if self.works(name)
+    )
 
   def works(self, name: str) -> bool:
     """Whether a learner makes steps, as far as anybody knows."""

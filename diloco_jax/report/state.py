@@ -40,7 +40,8 @@ def state(
     'tokens': run.trained,
     'began_s': run.began_s and round(run.began_s),
     'looked_s': run.looked_s,
-    'rate_s': run.looked_s - max((learner.steps[-1].at_s for learner in working), default=run.looked_s),
+    'rate_s': run.looked_s
+    - max((learner.steps[-1].at_s for learner in working), default=run.looked_s),
     'condition': _so(condition.of_run(run)),
     'notices': condition.notices(run),
     'about': '; '.join(about if config else [*about, f'config {folder_lib.UNKNOWN}']),
@@ -65,7 +66,12 @@ def state(
 
 
 def _so(condition: condition.Condition) -> dict[str, Any]:
-  return {'state': condition.state, 'kind': condition.kind, 'text': condition.text, 'meaning': condition.meaning}
+  return {
+    'state': condition.state,
+    'kind': condition.kind,
+    'text': condition.text,
+    'meaning': condition.meaning,
+  }
 
 
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
@@ -186,7 +192,9 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, learner in run.learners.items():
     for at_s, incarnation in learner.joined:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
-    deaths_s = [process.ended_s or 0 for process in learner.processes if process.ended in ('killed', 'failed')]
+    deaths_s = [
+      process.ended_s or 0 for process in learner.processes if process.ended in ('killed', 'failed')
+    ]
     for at_s, reason in learner.lost:
       if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else that is told, as its end
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

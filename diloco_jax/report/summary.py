@@ -82,7 +82,9 @@ def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> l
 def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
   path.unlink(missing_ok=True)  # an old view would be taken for the new one
   content = make()
-  json_files.replace(path, content if isinstance(content, bytes) else content.encode(errors='replace'))
+  json_files.replace(
+    path, content if isinstance(content, bytes) else content.encode(errors='replace')
+  )
 
 
 def summarize(read: folder_lib.Read) -> dict[str, Any]:
@@ -183,9 +185,16 @@ def _learner(name: str, read: folder_lib.Read) -> dict[str, Any]:
 def _told(condition: condition.Condition) -> str:
   """What is so of a learner, in words of a text that is read later; '' of one that is done."""
   if condition.is_gone or condition.state in ('down', 'no step'):
-    why = condition.text if condition.state == 'no step' else f'{condition.state}: {condition.why}'.removesuffix(': ')
+    why = (
+      condition.text
+      if condition.state == 'no step'
+      else f'{condition.state}: {condition.why}'.removesuffix(': ')
+    )
     return '' if condition.state == 'done' else why
-  ago = f', {header.duration(condition.now_s - condition.heard_s)} before this report' * condition.silent
+  ago = (
+    f', {header.duration(condition.now_s - condition.heard_s)} before this report'
+    * condition.silent
+  )
   return f'{condition.state if condition.silent else condition.brief} when its records ended{ago}'
 
 
@@ -237,8 +246,12 @@ def merged_line(summary: Mapping[str, Any]) -> str:
   if not summary['outer_steps'] or merged >= 0.95 * trained:
     return ''
   parts = {'merged': merged, **summary['tokens_discarded']}.items()
-  parts_of_all = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
-  return f'trained {trained:,} tokens, {", ".join(parts_of_all)}: see docs/howto/report.md' * bool(parts_of_all)
+  parts_of_all = [
+    f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained
+  ]
+  return f'trained {trained:,} tokens, {", ".join(parts_of_all)}: see docs/howto/report.md' * bool(
+    parts_of_all
+  )
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -328,7 +341,9 @@ def _file_lines(
   summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  shown, report_shown = (min(str(path), os.path.relpath(path), key=len) for path in (workdir, report))
+  shown, report_shown = (
+    min(str(path), os.path.relpath(path), key=len) for path in (workdir, report)
+  )
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   saved = [f'{shown}/{name}' for name in (folders.ISLANDS, 'syncer') if (workdir / name).is_dir()]
   lines = [f'report       {report_shown}: {", ".join([TEXT, *files])}'] if files else []

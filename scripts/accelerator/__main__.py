@@ -53,11 +53,11 @@ def missing() -> list[str]:
   """The packages of pyproject.toml that this interpreter lacks."""
   named = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))['project']['dependencies']
   plain = lambda name: name.lower().replace('_', '-')
-  names = [one.partition('>')[0].partition('[')[0] for one in named]
-  found = {
+  names = [requirement.partition('>')[0].partition('[')[0] for requirement in named]
+  installed = {
     plain(distribution.metadata['Name']) for distribution in importlib.metadata.distributions()
   }
-  return [name for name in names if plain(name) not in found]
+  return [name for name in names if plain(name) not in installed]
 
 
 def carry_out(phase: str, arguments: argparse.Namespace, limit_s: float) -> bool:

@@ -41,7 +41,9 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   settings, period = (TINY, 4) if rehearse else (LARGE, 12)
   learner_overhead.CONFIGS[NAME] = 'stdlib_lm:tiny', settings, period, 1
   cores = learner_overhead.CORES
-  halves = [','.join(map(str, one)) for one in (cores[: len(cores) // 2], cores[len(cores) // 2 :])]
+  halves = [
+    ','.join(map(str, half)) for half in (cores[: len(cores) // 2], cores[len(cores) // 2 :])
+  ]
   warm.fill(warm.configured('stdlib_lm:tiny', settings))
   learner_overhead.turn(NAME, False, 6 * period, halves, compiled=False)  # what else there is
   exchanged(out, settings)
@@ -49,14 +51,14 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   steps = period * (40 if rehearse else PERIODS)
   while not turns_s or (not rehearse and time.monotonic() + 1.5 * turns_s < until):
     began_s = time.monotonic()
-    for way, taken in ways.items():
-      taken.append(learner_overhead.turn(NAME, way == 'alone', steps, halves))
+    for way, turns in ways.items():
+      turns.append(learner_overhead.turn(NAME, way == 'alone', steps, halves))
     turns_s = time.monotonic() - began_s
     pairs = zip(ways['beside'], ways['alone'])
-    ratios = [one['steps_per_s'] / other['steps_per_s'] for one, other in pairs]
+    ratios = [beside['steps_per_s'] / other['steps_per_s'] for beside, other in pairs]
     last = {
-      way: {name: taken[-1][name] for name in KEPT if name in taken[-1]}
-      for way, taken in ways.items()
+      way: {name: turns[-1][name] for name in KEPT if name in turns[-1]}
+      for way, turns in ways.items()
     }
     figures.add(out, 'beside', ratios_of_steps_per_s=ratios, **last)
 
@@ -102,13 +104,13 @@ def exchanged(out: pathlib.Path, settings: tuple[str, ...]) -> None:
 
 def seconds(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
   """The median time of a piece of work on the device, to its end."""
-  taken = []
+  times = []
   for _ in range(REPEATS + 1):  # the first one compiles
     jax.block_until_ready(before())
     began_s = time.perf_counter()
     jax.block_until_ready(work())
-    taken.append(time.perf_counter() - began_s)
-  return statistics.median(taken[1:])
+    times.append(time.perf_counter() - began_s)
+  return statistics.median(times[1:])
 
 
 def bandwidth() -> float:

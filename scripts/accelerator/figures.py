@@ -23,17 +23,17 @@ def read(out: pathlib.Path) -> dict[str, Any]:
   return json.loads(path.read_text('utf-8')) if path.exists() else {}
 
 
-def add(out: pathlib.Path, phase: str, **found: Any) -> None:
+def add(out: pathlib.Path, phase: str, **values: Any) -> None:
   """Adds figures of a phase, durably, and prints them. One process at a time."""
   figures = read(out)
-  figures.setdefault(phase, {}).update(found)
+  figures.setdefault(phase, {}).update(values)
   new = out / f'{FILE}.new'
   with new.open('w', encoding='utf-8') as file:
     file.write(json.dumps(figures, indent=1) + '\n')
     file.flush()
     os.fsync(file.fileno())
   new.replace(out / FILE)
-  for name, value in found.items():
+  for name, value in values.items():
     print(f'{phase}: {name}: {json.dumps(value)}', flush=True)
 
 

@@ -48,7 +48,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
 
 
 def flags(settings: tuple[str, ...]) -> list[str]:
-  return [f'--config.{one}' for one in (*COMMON, *settings)]
+  return [f'--config.{setting}' for setting in (*COMMON, *settings)]
 
 
 def trained(
@@ -60,8 +60,8 @@ def trained(
   step_s = alone['learners']['l0']['step_seconds_median']
   seconds = min(left_s / 4, 40.0)
   steps = round(min(max(seconds / (step_s * LEARNERS), LEAST_STEPS), most))
-  found = train(workdir / 'run', config, LEARNERS, steps, VICTIM, 0.3)
-  figures.add(out, 'processes', **{name: described(workdir / 'run', found, step_s)})
+  summary = train(workdir / 'run', config, LEARNERS, steps, VICTIM, 0.3)
+  figures.add(out, 'processes', **{name: described(workdir / 'run', summary, step_s)})
 
 
 def train(
@@ -77,19 +77,19 @@ def train(
   return json.loads((workdir / summary_lib.REPORT / summary_lib.SUMMARY).read_text('utf-8'))
 
 
-def described(workdir: pathlib.Path, found: dict[str, Any], alone_s: float) -> dict[str, Any]:
+def described(workdir: pathlib.Path, summary: dict[str, Any], alone_s: float) -> dict[str, Any]:
   verdict = conductor_lib.judge(workdir)
   names = ('eval_loss_start', 'eval_loss_end', 'outer_steps', 'tokens_trained', 'tokens_merged')
-  steps = {name: row['step_seconds_median'] for name, row in found['learners'].items()}
+  steps = {name: row['step_seconds_median'] for name, row in summary['learners'].items()}
   return {
-    **{name: found[name] for name in (*names, 'wall_seconds')},
-    'parameters': found['learners'][VICTIM]['cost']['parameters'],
-    'steps': found['steps'],
+    **{name: summary[name] for name in (*names, 'wall_seconds')},
+    'parameters': summary['learners'][VICTIM]['cost']['parameters'],
+    'steps': summary['steps'],
     'step_s_alone': alone_s,
     'step_s': steps,
-    'kills': found['kills'],
-    'incarnations_of_the_victim': found['learners'][VICTIM]['incarnations'],
-    'merged_of_the_victim': found['learners'][VICTIM]['contributions_merged'],
+    'kills': summary['kills'],
+    'incarnations_of_the_victim': summary['learners'][VICTIM]['incarnations'],
+    'merged_of_the_victim': summary['learners'][VICTIM]['contributions_merged'],
     'ledger_off_by': chaos_report.balance(dataclasses.asdict(folder_lib.read(workdir).run.ledger)),
     'violation': verdict.broken and f'{verdict.broken.id}: {verdict.broken.detail}',
   }
@@ -106,11 +106,11 @@ def bits(count: int) -> dict[str, bool]:
     apply = jax.jit(lambda anchor_N, data: exchange.apply_delta(codec, anchor_N, data))
     put = lambda array: jax.device_put(jnp.asarray(array), device)
     data = encode(put(anchor_N), put(local_N))
-    return [np.asarray(one).tobytes() for one in (data, *apply(put(anchor_N), data))]
+    return [np.asarray(array).tobytes() for array in (data, *apply(put(anchor_N), data))]
 
   devices = jax.local_devices(backend='cpu')[0], jax.local_devices()[0]
   compared = {}
   for name in ('int8', 'int4', 'int2', 'bfloat16', 'float32'):
-    one, other = (results(codecs.get(name), device) for device in devices)
-    compared[name] = one == other
+    on_cpu, on_device = (results(codecs.get(name), device) for device in devices)
+    compared[name] = on_cpu == on_device
   return compared

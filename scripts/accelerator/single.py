@@ -45,16 +45,18 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
     controller, exits = trained(config, workdir, 2, 60 if rehearse else 400)
     seconds = time.monotonic() - began_s
     read, verdict = folder_lib.read(workdir), conductor_lib.judge(workdir)
-  found = summary_lib.summarize(read)
+  summary = summary_lib.summarize(read)
   figures.add(
     out,
     'single',
-    exits={name: one.code for name, one in exits.items()},
-    devices={name: [str(one) for one in its] for name, its in controller.devices.items()},
+    exits={name: exit.code for name, exit in exits.items()},
+    devices={
+      name: [str(device) for device in devices] for name, devices in controller.devices.items()
+    },
     syncer_devices=list(map(str, controller.syncer_devices)),
     seconds=round(seconds, 1),
-    outer_steps=found['outer_steps'],
-    loss=[found['eval_loss_start'], found['eval_loss_end']],
+    outer_steps=summary['outer_steps'],
+    loss=[summary['eval_loss_start'], summary['eval_loss_end']],
     payloads_through_the_host=sum(n for name, n in calls.items() if name != 'to_host'),
     records_copied_for_the_log=calls['to_host'],
     ledger_off_by=chaos_report.balance(dataclasses.asdict(read.run.ledger)),

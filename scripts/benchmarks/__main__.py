@@ -55,14 +55,14 @@ def main() -> int:
   names = flags.only.split(',')
   if unknown := set(names) - NAMES.keys():
     parser.error(f'there is no benchmark {", ".join(sorted(unknown))}; use {", ".join(NAMES)}')
-  found = {}
+  results = {}
   for name in names:
     print(f'--- {name}: {NAMES[name]}', flush=True)
     began_s = time.monotonic()
-    found[name] = run(name, flags.quick)
+    results[name] = run(name, flags.quick)
     print(f'({time.monotonic() - began_s:.0f} s)', flush=True)
-  failed = [name for name, figures in found.items() if figures is None]
-  measured.write(flags.json, {'quick': flags.quick, **found})
+  failed = [name for name, figures in results.items() if figures is None]
+  measured.write(flags.json, {'quick': flags.quick, **results})
   if failed:
     print(f'failed: {", ".join(failed)}', file=sys.stderr)
   return int(bool(failed))

@@ -37,14 +37,14 @@ def works(values: int) -> dict[str, Callable[[], Any]]:
   """Every function on `values` values, compiled."""
   anchor, drawn = jax.random.normal(jax.random.key(0), (2, values))
   source, target = np.array(drawn), np.zeros(values, np.float32)
-  found: dict[str, Callable[[], Any]] = {'memcpy': lambda: np.copyto(target, source)}
+  functions: dict[str, Callable[[], Any]] = {'memcpy': lambda: np.copyto(target, source)}
   for name in codecs.CODECS:
     codec = codecs.get(name)
-    found[f'{name} encode'] = _encode(codec, anchor, drawn)
-    found[f'{name} accumulate'] = _accumulate(codec, jax.jit(codec.encode)(drawn)[0], values)
-  for work in found.values():
+    functions[f'{name} encode'] = _encode(codec, anchor, drawn)
+    functions[f'{name} accumulate'] = _accumulate(codec, jax.jit(codec.encode)(drawn)[0], values)
+  for work in functions.values():
     work()
-  return found
+  return functions
 
 
 def _encode(codec: codecs.Codec, anchor: jax.Array, theta: jax.Array) -> Callable[[], Any]:
@@ -73,25 +73,27 @@ def main() -> None:
   flags = measured.flags(__doc__)
   rounds = 7 if flags.quick else 25
   sizes = {values: works(values * MILLION) for values in (1, 8)}
-  taken = collections.defaultdict(list)
+  times = collections.defaultdict(list)
   for _ in range(rounds):
-    for millions, made in sizes.items():
-      for name, work in made.items():
+    for millions, functions in sizes.items():
+      for name, work in functions.items():
         began_ns = time.process_time_ns()
         work()
-        taken[millions, name].append((time.process_time_ns() - began_ns) / 1e9)
-  found: dict[str, dict[str, dict[str, float]]] = {}
-  for (millions, name), seconds in taken.items():
-    row = found.setdefault(f'{millions} Mi', {})
+        times[millions, name].append((time.process_time_ns() - began_ns) / 1e9)
+  rows: dict[str, dict[str, dict[str, float]]] = {}
+  for (millions, name), seconds in times.items():
+    row = rows.setdefault(f'{millions} Mi', {})
     if name == 'memcpy':
-      row['memcpy, GB/s'] = measured.spread([4e-9 * MILLION * millions / one for one in seconds])
+      row['memcpy, GB/s'] = measured.spread(
+        [4e-9 * MILLION * millions / time_s for time_s in seconds]
+      )
     else:
-      copies = taken[millions, 'memcpy']
-      row[name] = measured.spread([copy / one for copy, one in zip(copies, seconds)])
-  print('times the speed of memcpy, ' + ', '.join(f'{size} values' for size in found))
-  for name in next(iter(found.values())):
-    print(f'  {name:20}' + ''.join(f'{measured.text(row[name]):>26}' for row in found.values()))
-  measured.write(flags.json, found)
+      copies = times[millions, 'memcpy']
+      row[name] = measured.spread([copy / time_s for copy, time_s in zip(copies, seconds)])
+  print('times the speed of memcpy, ' + ', '.join(f'{size} values' for size in rows))
+  for name in next(iter(rows.values())):
+    print(f'  {name:20}' + ''.join(f'{measured.text(row[name]):>26}' for row in rows.values()))
+  measured.write(flags.json, rows)
 
 
 if __name__ == '__main__':

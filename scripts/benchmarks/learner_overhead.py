@@ -69,7 +69,7 @@ def turn(
     common = [
       f'--config={config}',
       f'--workdir={workdir}',
-      *(f'--config.{one}' for one in (*ONE, *QUIET, *settings, f'train.steps={steps}')),
+      *(f'--config.{setting}' for setting in (*ONE, *QUIET, *settings, f'train.steps={steps}')),
     ]
     times = pathlib.Path(workdir) / 'times.json'
     address = 'none' if alone else f'file:{workdir}/syncer/address'
@@ -137,45 +137,49 @@ def _mean_cpu_s(times: list[tuple[float, float]]) -> float:
 def main() -> None:
   flags = measured.flags(__doc__)
   turns, periods = (1, 6) if flags.quick else (5, 8)
-  found = {}
+  reports = {}
   for which, (_, _, period, _) in CONFIGS.items():
     steps = period * periods * (1 if which == '25M' else 4)
-    taken = collections.defaultdict(list)
+    runs = collections.defaultdict(list)
     for _ in range(turns):
       for way in ('alone', 'syncer'):
-        taken[way].append(turn(which, way == 'alone', steps))
-    found[which] = report(which, taken)
-  measured.write(flags.json, found)
+        runs[way].append(turn(which, way == 'alone', steps))
+    reports[which] = report(which, runs)
+  measured.write(flags.json, reports)
 
 
-def report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
+def report(which: str, runs_of: dict[str, list[dict]]) -> dict[str, Any]:
   ratios = {
     name: measured.spread(
-      [mine[name] / alone[name] for mine, alone in zip(taken['syncer'], taken['alone'])]
+      [beside[name] / alone[name] for beside, alone in zip(runs_of['syncer'], runs_of['alone'])]
     )
     for name in ('steps_per_s', 'steps_per_cpu_s')
   }
-  found = {'ratio': ratios}
-  for way, runs in taken.items():
-    found[way] = {
+  figures = {'ratio': ratios}
+  for way, runs in runs_of.items():
+    figures[way] = {
       name: measured.spread([run[name] for run in runs]) for name in runs[0] if name != 'threads_ms'
     }
     names = {name: None for run in runs for name in run['threads_ms']}
-    found[way]['threads_ms'] = {
+    figures[way]['threads_ms'] = {
       name: statistics.median(run['threads_ms'].get(name, 0.0) for run in runs) for name in names
     }
-  print(f'{which}: ' + ', '.join(f'{name} {measured.text(one)}' for name, one in ratios.items()))
-  print(f'  {"":18}' + ''.join(f'{way:>28}' for way in taken))
-  for name in list(found['syncer']):
+  print(
+    f'{which}: ' + ', '.join(f'{name} {measured.text(ratio)}' for name, ratio in ratios.items())
+  )
+  print(f'  {"":18}' + ''.join(f'{way:>28}' for way in runs_of))
+  for name in list(figures['syncer']):
     if name != 'threads_ms':
-      cells = [measured.text(one) if (one := found[way].get(name)) else '' for way in taken]
+      cells = [
+        measured.text(figure) if (figure := figures[way].get(name)) else '' for way in runs_of
+      ]
       print(f'  {name:18}' + ''.join(f'{cell:>28}' for cell in cells))
-  for name, cpu_ms in found['syncer']['threads_ms'].items():
-    before = found['alone']['threads_ms'].get(name, 0.0)
+  for name, cpu_ms in figures['syncer']['threads_ms'].items():
+    before = figures['alone']['threads_ms'].get(name, 0.0)
     if max(cpu_ms, before) >= 0.01:
       print(f'  thread {name:18} {before:20.2f} {cpu_ms:27.2f} ms of CPU for an inner step')
   sys.stdout.flush()
-  return found
+  return figures
 
 
 if __name__ == '__main__':

@@ -19,19 +19,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
   return {'median': statistics.median(values), 'least': min(values), 'greatest': max(values)}
 
 
-def text(one: dict[str, float]) -> str:
+def text(figure: dict[str, float]) -> str:
   """A spread for people, three digits each."""
-  return f'{one["median"]:.3g} ({one["least"]:.3g} to {one["greatest"]:.3g})'
+  return f'{figure["median"]:.3g} ({figure["least"]:.3g} to {figure["greatest"]:.3g})'
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
   """With the flags that every benchmark has."""
-  found = argparse.ArgumentParser(
+  flags = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  found.add_argument('--quick', action='store_true', help='small sizes and few rounds')
-  found.add_argument('--json', default='', help='a file for the figures')
-  return found
+  flags.add_argument('--quick', action='store_true', help='small sizes and few rounds')
+  flags.add_argument('--json', default='', help='a file for the figures')
+  return flags
 
 
 def flags(doc: str) -> argparse.Namespace:
@@ -58,9 +58,9 @@ def machine() -> dict[str, Any]:
   }
 
 
-def write(path: str, found: dict[str, Any]) -> None:
+def write(path: str, figures: dict[str, Any]) -> None:
   """Writes the figures as JSON; no path: nowhere."""
   if path:
     pathlib.Path(path).write_text(
-      json.dumps({'machine': machine(), **found}, indent=1) + '\n', 'utf-8'
+      json.dumps({'machine': machine(), **figures}, indent=1) + '\n', 'utf-8'
     )

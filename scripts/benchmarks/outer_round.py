@@ -110,8 +110,8 @@ def gloo(index: int, address: str, rounds: int, variant: str) -> Rounds:
   total = jax.jit(
     jax.shard_map(lambda x: jax.lax.psum(x[0], 'm'), mesh=mesh, in_specs=rows.spec, out_specs=whole)
   )
-  mine = np.full((1, VALUES), index, np.float32)
-  values = jax.make_array_from_process_local_data(rows, mine, (LEARNERS, VALUES))
+  row = np.full((1, VALUES), index, np.float32)
+  values = jax.make_array_from_process_local_data(rows, row, (LEARNERS, VALUES))
   for _ in range(rounds):
     holds = time.monotonic()
     jax.block_until_ready(total(values))
@@ -123,10 +123,10 @@ def star(index: int, address: str, rounds: int, variant: str) -> Rounds:
   channel = grpc.insecure_channel(address)
   grpc.channel_ready_future(channel).result(DEADLINE_S)
   call = channel.stream_stream('/star/add', lambda data: data, lambda data: data)
-  mine, result = np.full(VALUES, index, np.float32), np.empty(VALUES, np.float32)
+  values, result = np.full(VALUES, index, np.float32), np.empty(VALUES, np.float32)
   for _ in range(rounds):
     holds = time.monotonic()
-    _receive(call(_chunks(mine), metadata=(('index', str(index)),)), result)
+    _receive(call(_chunks(values), metadata=(('index', str(index)),)), result)
     yield holds, time.monotonic()
 
 
@@ -217,23 +217,23 @@ def turn(way: str, variant: str, rounds: int, python: str = '', program: str = '
     learners, pipes = [], []
     try:
       for index in range(LEARNERS):
-        mine, theirs = multiprocessing.Pipe()
+        near, far = multiprocessing.Pipe()
         words = [file, f'--way={way}', f'--address={address}', f'--variant={variant}']
-        words += [f'--index={index}', f'--rounds={steps}', f'--pipe={theirs.fileno()}']
-        learners.append(_start(python, words, theirs.fileno()))
-        theirs.close()
-        pipes.append(mine)
-      found = [meet(pipes) for _ in range(steps)]
-      for one in learners:
-        if one.wait(DEADLINE_S):
-          raise RuntimeError(f'a process of {way} {variant} ended with {one.returncode}')
+        words += [f'--index={index}', f'--rounds={steps}', f'--pipe={far.fileno()}']
+        learners.append(_start(python, words, far.fileno()))
+        far.close()
+        pipes.append(near)
+      times = [meet(pipes) for _ in range(steps)]
+      for process in learners:
+        if process.wait(DEADLINE_S):
+          raise RuntimeError(f'a process of {way} {variant} ended with {process.returncode}')
     finally:
-      for one in [*learners, centre]:
-        if one is not None:
-          one.kill()
-          one.communicate()
-  by_round = found[WARM : WARM + rounds]
-  return [max(end for _, end in one) - max(holds for holds, _ in one) for one in by_round]
+      for process in [*learners, centre]:
+        if process is not None:
+          process.kill()
+          process.communicate()
+  by_round = times[WARM : WARM + rounds]
+  return [max(end for _, end in ends) - max(holds for holds, _ in ends) for ends in by_round]
 
 
 def meet(pipes: list[connection.Connection]) -> list[Any]:
@@ -242,10 +242,10 @@ def meet(pipes: list[connection.Connection]) -> list[Any]:
   whose round lasts."""
   if not all(pipe.poll(DEADLINE_S) for pipe in pipes):
     raise TimeoutError(f'a process has not ended a round within {DEADLINE_S} s')
-  found = [pipe.recv() for pipe in pipes]
+  times = [pipe.recv() for pipe in pipes]
   for pipe in pipes:
     pipe.send(None)
-  return found
+  return times
 
 
 def _start(python: str, words: list[str], *pipe: int) -> subprocess.Popen:
@@ -276,8 +276,8 @@ def main() -> None:
   if flags.way:
     run: Callable[..., Rounds] = {'ours': ours, 'gloo': gloo, 'star': star}[flags.way]
     pipe = connection.Connection(flags.pipe)
-    for one in run(flags.index, flags.address, flags.rounds, flags.variant):
-      pipe.send(one)
+    for moments in run(flags.index, flags.address, flags.rounds, flags.variant):
+      pipe.send(moments)
       pipe.recv()
     return
   turns, rounds = (1, 5) if flags.quick else (3, 8)
@@ -285,18 +285,20 @@ def main() -> None:
   ways += [('ours', codec, '') for codec in ('int8', 'int4', 'int2', 'float32')]
   if flags.torch and (python := torch_python()):
     ways += [('torch', '1', python), ('torchft', '1', python), ('torchft', '4', python)]
-  taken: dict[str, list[float]] = {}
+  times: dict[str, list[float]] = {}
   for _ in range(turns):
     for way, variant, python in ways:
       name, seconds = f'{way} {variant}'.strip(), turn(way, variant, rounds, python)
-      print(f'{name}: ' + ' '.join(f'{one:.2f}' for one in seconds), flush=True)
-      taken.setdefault(name, []).extend(seconds)
-  found = {name: measured.spread(seconds) for name, seconds in taken.items()}
-  others = [name for name in found if not name.startswith('ours') or name == 'ours int8']
-  for name, one in found.items():
-    ratios = (f'{one["median"] / found[other]["median"]:.2f} times {other}' for other in others)
-    print(f'{name:15} {measured.text(one)} s; {", ".join(ratios)}')
-  measured.write(flags.json, {'values': VALUES, 'learners': LEARNERS, 'seconds': found})
+      print(f'{name}: ' + ' '.join(f'{time_s:.2f}' for time_s in seconds), flush=True)
+      times.setdefault(name, []).extend(seconds)
+  figures = {name: measured.spread(seconds) for name, seconds in times.items()}
+  others = [name for name in figures if not name.startswith('ours') or name == 'ours int8']
+  for name, figure in figures.items():
+    ratios = (
+      f'{figure["median"] / figures[other]["median"]:.2f} times {other}' for other in others
+    )
+    print(f'{name:15} {measured.text(figure)} s; {", ".join(ratios)}')
+  measured.write(flags.json, {'values': VALUES, 'learners': LEARNERS, 'seconds': figures})
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ STEP_MS = (0, 5, 20)
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  steps, found = 100 if flags.quick else 400, []
+  steps, cells = 100 if flags.quick else 400, []
   sync = own_loop.get_config().sync
   sync.learners = 1
   for step_ms in STEP_MS:
@@ -50,14 +50,14 @@ def main() -> None:
     skip = 2 * sync.period
     for name, chosen in (('all', np.ones_like(changed)), ('that adopt', changed)):
       times = 1e3 * seconds[skip:][chosen[skip:]]
-      one = measured.spread(times.tolist()) | {'p99': float(np.percentile(times, 99))}
-      found.append({'step_ms': step_ms, 'boundaries': name, 'sync_ms': one})
+      figure = measured.spread(times.tolist()) | {'p99': float(np.percentile(times, 99))}
+      cells.append({'step_ms': step_ms, 'boundaries': name, 'sync_ms': figure})
       print(
         f'step {step_ms:2} ms, {len(times):3} boundaries {name}: median '
-        f'{one["median"]:.2f} ms, 99th percentile {one["p99"]:.2f} ms',
+        f'{figure["median"]:.2f} ms, 99th percentile {figure["p99"]:.2f} ms',
         flush=True,
       )
-  measured.write(flags.json, {'cells': found})
+  measured.write(flags.json, {'cells': cells})
 
 
 def measure(

@@ -3,8 +3,7 @@
 `processes.py CORES TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on some cores (0 or 0,1),
 with threads that have their Python names in /proc. A learner writes to the file TIMES, if it is not
 '', how long each encoding, each adoption and each dispatch of an inner step kept its step thread,
-and the CPU time of that thread, in seconds. The environment variable BENCHMARKED names another
-checkout of this repository, of which the code is run.
+and the CPU time of that thread, in seconds.
 """
 
 import atexit
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from diloco_jax.launch import local_run
 from diloco_jax.learner import on_device
@@ -55,14 +54,13 @@ def start(
   words: Sequence[str],
   devices: int = 1,
   times: pathlib.Path | str = '',
-  checkout: str = '',
 ) -> subprocess.Popen:
-  """Starts `diloco *words` on a core, or on several ('0,1'); the number of emulated devices is that
-  of the process. `checkout`: of the code, if it is not this one."""
+  """Starts `diloco *words` on a core, or on several ('0,1'); with so many emulated
+  devices."""
   return subprocess.Popen(
     [sys.executable, __file__, str(cores), str(times), *words],
     cwd=ROOT,
-    env=environment(devices) | {'BENCHMARKED': checkout},
+    env=environment(devices),
     stdout=subprocess.DEVNULL,
   )
 
@@ -87,10 +85,10 @@ def sample(pid: int) -> Sample:
 
 def watch(process: subprocess.Popen) -> list[Sample]:
   """Samples a process until it ends; raises RuntimeError if it fails."""
-  found, deadline_s = [], time.monotonic() + DEADLINE_S
+  samples, deadline_s = [], time.monotonic() + DEADLINE_S
   while process.poll() is None:
     try:
-      found.append(sample(process.pid))
+      samples.append(sample(process.pid))
     except OSError:
       pass  # it has just ended
     if time.monotonic() > deadline_s:
@@ -98,12 +96,12 @@ def watch(process: subprocess.Popen) -> list[Sample]:
     time.sleep(POLL_S)
   if process.returncode:
     raise RuntimeError(f'a process ended with {process.returncode}')
-  return found
+  return samples
 
 
 def between(samples: Sequence[Sample], begin_ns: int, end_ns: int) -> Sample:
   """The use of the threads between two moments; `t_ns` is the time between the two samples."""
-  inside = [one for one in samples if begin_ns <= one.t_ns <= end_ns]
+  inside = [sample for sample in samples if begin_ns <= sample.t_ns <= end_ns]
   first, last = inside[0], inside[-1]
   return Sample(last.t_ns - first.t_ns, last.cpu_ns - first.cpu_ns, last.waits_ns - first.waits_ns)
 
@@ -128,10 +126,10 @@ def _name_threads() -> None:
 
 
 def _time_calls(path: str) -> None:
-  taken = {name: [] for _, name in TIMED}
+  times = {name: [] for _, name in TIMED}
   for owner, name in TIMED:
-    setattr(owner, name, _timed(getattr(owner, name), taken[name]))
-  atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken), 'utf-8'))
+    setattr(owner, name, _timed(getattr(owner, name), times[name]))
+  atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(times), 'utf-8'))
 
 
 def _timed(call, times: list[tuple[float, float]]):

@@ -77,7 +77,7 @@ class Rig:
     shapes = {
       f'w{k:03}': jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(millions)
     }
-    init = lambda: {name: jnp.zeros(one.shape) for name, one in shapes.items()}
+    init = lambda: {name: jnp.zeros(shape.shape) for name, shape in shapes.items()}
     labels = dict.fromkeys(shapes, 'body')
     assembled = build.assemble_own_loop(config, init, shapes, labels)
     self.parameters = assembled.parameters
@@ -166,9 +166,9 @@ class Rig:
     assert not done.failed, done.failed
     self._store.drop(done.payload_id)
     outer_log.compact(self._log._wal, [self._log.position] * 2)
-    found = {name: 1e9 * spent / self.parameters for name, spent in self._spent.items()}
+    parts = {name: 1e9 * spent / self.parameters for name, spent in self._spent.items()}
     total = 1e9 * cpu_s / self.parameters
-    return {**found, 'rest': total - sum(found.values()), 'all': total, 'seconds': seconds}
+    return {**parts, 'rest': total - sum(parts.values()), 'all': total, 'seconds': seconds}
 
   def close(self) -> None:
     self._records.close()
@@ -215,8 +215,8 @@ def memory(sizes: list[int]) -> dict[str, float]:
   most = []
   for millions in sizes:
     words = [sys.executable, __file__, 'resident', str(millions)]
-    found = subprocess.run(words, env=processes.environment(), check=True, capture_output=True)
-    most.append(int(found.stdout))
+    child = subprocess.run(words, env=processes.environment(), check=True, capture_output=True)
+    most.append(int(child.stdout))
   bytes_ = (most[-1] - most[0]) / ((sizes[-1] - sizes[0]) * MILLION)
   fragment = 4 / FRAGMENTS
   return {'bytes': bytes_, 'payloads': OF * fragment / 4, 'limit': 16 + 2 * fragment}
@@ -262,56 +262,58 @@ def main() -> None:
   if flags.quick:
     learners, millions, rounds, at = [4, 8, 16, 32, 64], [1, 4, 16], 3, 4
     fragments = [6, 24, 96]
-  found = outer_steps(learners, millions, rounds, at)
-  found['memory'] = one = memory(held)
+  figures = outer_steps(learners, millions, rounds, at)
+  figures['memory'] = used = memory(held)
   print(
-    f'memory: {one["bytes"]:.1f} bytes for each parameter, of them {one["payloads"]:.1f} payloads; '
-    f'the limit is {one["limit"]:.1f}'
+    f'memory: {used["bytes"]:.1f} bytes for each parameter, of them {used["payloads"]:.1f} '
+    f'payloads; the limit is {used["limit"]:.1f}'
   )
   spent = {size: [control(size) for _ in range(rounds)] for size in fragments}
-  found['control_us'] = {size: measured.spread(times) for size, times in spent.items()}
-  for size, one in found['control_us'].items():
-    print(f'control, P = H = {size:3}: {measured.text(one)} us of CPU for an inner step, M = {OF}')
-  measured.write(flags.json, found)
+  figures['control_us'] = {size: measured.spread(times) for size, times in spent.items()}
+  for size, figure in figures['control_us'].items():
+    print(
+      f'control, P = H = {size:3}: {measured.text(figure)} us of CPU for an inner step, M = {OF}'
+    )
+  measured.write(flags.json, figures)
 
 
 def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) -> dict[str, Any]:
   cells = [(m, at) for m in learners] + [(OF, size) for size in millions if size != at]
-  taken: dict[tuple[int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
+  times: dict[tuple[int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
   copies = []
-  with rigs({size for _, size in cells}) as made:
+  with rigs({size for _, size in cells}) as rig_of:
     for m, size in cells:
-      made[size].outer_step(m)  # compiles, and touches the pages
+      rig_of[size].outer_step(m)  # compiles, and touches the pages
     for _ in range(rounds):
       for m, size in cells:
-        taken[m, size].append(made[size].outer_step(m))
-      copies.append(made[at].memcpy())
+        times[m, size].append(rig_of[size].outer_step(m))
+      copies.append(rig_of[at].memcpy())
   copy = measured.spread(copies)['median']
-  found = {
+  figures = {
     cell: {name: measured.spread([run[name] for run in runs]) for name in runs[0]}
-    for cell, runs in taken.items()
+    for cell, runs in times.items()
   }
   print(f'memcpy of 4 bytes: {copy:.2f} CPU-ns for each parameter')
   print('  M  parameters ' + ''.join(f'{name:>8}' for name in (*PARTS, 'all')) + '  spread of all')
-  for (m, size), one in found.items():
-    row = ''.join(f'{one[name]["median"]:8.1f}' for name in (*PARTS, 'all'))
-    seconds, all_ = one['seconds']['median'], one['all']
+  for (m, size), parts in figures.items():
+    row = ''.join(f'{parts[name]["median"]:8.1f}' for name in (*PARTS, 'all'))
+    seconds, all_ = parts['seconds']['median'], parts['all']
     print(
       f'{m:3} {size:9} Mi {row}  {all_["least"]:.1f} to {all_["greatest"]:.1f}, {seconds:.3f} s, '
       f'{all_["median"] / copy:.0f} times memcpy'
     )
-  cost = lambda cell: found[cell]['all']['median'] * cell[1] * MILLION / 1e6  # ms of CPU
+  cost = lambda cell: figures[cell]['all']['median'] * cell[1] * MILLION / 1e6  # ms of CPU
   in_m = growth(learners, [cost((m, at)) for m in learners])
   in_n = growth(millions, [cost((OF, size)) for size in millions])
-  for what, unit, one in (('M', 'learner', in_m), ('parameters', 'Mi', in_n)):
+  for what, unit, line in (('M', 'learner', in_m), ('parameters', 'Mi', in_n)):
     print(
-      f'growth in {what}: exponent {one["exponent"]:.2f}; {one["fixed"]:.2f} ms of CPU and '
-      f'{one["slope"]:.3f} ms for each {unit}'
+      f'growth in {what}: exponent {line["exponent"]:.2f}; {line["fixed"]:.2f} ms of CPU and '
+      f'{line["slope"]:.3f} ms for each {unit}'
     )
   sys.stdout.flush()
   return {
     'memcpy_ns': measured.spread(copies),
-    'cells': [{'learners': m, 'mi': size, **one} for (m, size), one in found.items()],
+    'cells': [{'learners': m, 'mi': size, **parts} for (m, size), parts in figures.items()],
     'in_learners': in_m,
     'in_parameters': in_n,
   }

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from scripts.benchmarks import measured, outer_round
 
@@ -95,12 +95,12 @@ def install(clock: Clock) -> None:
   _wrap_tiles(clock)
 
 
-def _wrap(clock: Clock, name: str, module: str, owner: str, attribute: str, how: str) -> None:
+def _wrap(clock: Clock, name: str, module: str, class_: str, attribute: str, how: str) -> None:
   import jax
 
-  found = importlib.import_module(f'diloco_jax.{module}')
-  found = getattr(found, owner) if owner else found
-  call = getattr(found, attribute)
+  owner = importlib.import_module(f'diloco_jax.{module}')
+  owner = getattr(owner, class_) if class_ else owner
+  call = getattr(owner, attribute)
 
   def measured_call(*args, **named):
     return clock.measure(name, lambda: call(*args, **named))
@@ -110,12 +110,12 @@ def _wrap(clock: Clock, name: str, module: str, owner: str, attribute: str, how:
     return clock.measure(name, work, waits=True)
 
   def frames(*args, **named) -> Iterator[bytes]:
-    made = call(*args, **named)
-    while (frame := clock.measure(name, lambda: next(made, None))) is not None:
+    made_frames = call(*args, **named)
+    while (frame := clock.measure(name, lambda: next(made_frames, None))) is not None:
       yield frame
 
   how_to = {'waits': waiting_call, 'frames': frames, '': measured_call}
-  setattr(found, attribute, how_to[how])
+  setattr(owner, attribute, how_to[how])
 
 
 def _wrap_checksums(clock: Clock) -> None:
@@ -145,9 +145,9 @@ def _wrap_tiles(clock: Clock) -> None:
         used.append(time.thread_time_ns() - cpu_ns)
       return result
 
-    found = each(tiles, starts, timed)
+    results = each(tiles, starts, timed)
     clock._open.stack[-1][0] -= sum(used)  # `measure` subtracts what is inner
-    return found
+    return results
 
   outer_step.Tiles._each = counted
 
@@ -190,38 +190,38 @@ def _figures(path: pathlib.Path) -> dict[str, list[float]]:
   rounds = end.pop('rounds') - start.pop('rounds')
   process = (end.pop('process') - start.pop('process')) / rounds / 1e6
   nothing = [0, 0]
-  found = {
-    name: [(b - a) / rounds / 1e6 for a, b in zip(start.get(name, nothing), taken)]
-    for name, taken in end.items()
+  figures = {
+    name: [(b - a) / rounds / 1e6 for a, b in zip(start.get(name, nothing), times)]
+    for name, times in end.items()
   }
-  found['rest'] = [process - sum(cpu for cpu, _ in found.values()), 0.0]
-  return found
+  figures['rest'] = [process - sum(cpu for cpu, _ in figures.values()), 0.0]
+  return figures
 
 
 def main() -> None:
   flags = measured.flags(__doc__)
   rounds = 4 if flags.quick else 20
-  found: dict[str, Any] = {}
+  figures: dict[str, Any] = {}
   for codec in CODECS:
     with tempfile.TemporaryDirectory() as folder:
       os.environ[FOLDER] = folder
       seconds = outer_round.turn('ours', codec, rounds, program=__file__)
       of = {name.stem: _figures(name) for name in pathlib.Path(folder).iterdir()}
     syncer = of.pop('syncer')
-    mean = lambda name, which: statistics.fmean(one.get(name, [0, 0])[which] for one in of.values())
-    found[codec] = {
+    mean = lambda name, which: statistics.fmean(row.get(name, [0, 0])[which] for row in of.values())
+    figures[codec] = {
       'seconds': measured.spread(seconds),
       'syncer': syncer,
       'learner': {name: [mean(name, 0), mean(name, 1)] for name in NAMES},
     }
-    print(f'{codec}: a round {measured.text(found[codec]["seconds"])} s', flush=True)
-  print(f'{"ms for each round":22}' + ''.join(f'{codec:>32}' for codec in found))
-  print(f'{"":22}' + f'{"syncer":>16}{"a learner":>16}' * len(found) + '   CPU, wall')
+    print(f'{codec}: a round {measured.text(figures[codec]["seconds"])} s', flush=True)
+  print(f'{"ms for each round":22}' + ''.join(f'{codec:>32}' for codec in figures))
+  print(f'{"":22}' + f'{"syncer":>16}{"a learner":>16}' * len(figures) + '   CPU, wall')
   for name in NAMES:
-    cells = [found[codec][who].get(name) for codec in found for who in ('syncer', 'learner')]
+    cells = [figures[codec][who].get(name) for codec in figures for who in ('syncer', 'learner')]
     text = [f'{cell[0]:.1f}, {cell[1]:.1f}' if cell and any(cell) else '' for cell in cells]
-    print(f'{name:22}' + ''.join(f'{one:>16}' for one in text))
-  measured.write(flags.json, found)
+    print(f'{name:22}' + ''.join(f'{cell:>16}' for cell in text))
+  measured.write(flags.json, figures)
 
 
 if __name__ == '__main__':

@@ -94,15 +94,15 @@ class Bench(conductor_lib.Conductor):
 
 def phases(facts: list[tuple[str, dict]], child: str) -> Life:
   """The phases of a new process, from the death before it, or from the start of the run."""
-  began_ns, found = None, {}
+  began_ns, life = None, {}
 
   def reached(phase: str, fact: dict, cpu_s: float | None = None) -> None:
-    found.setdefault(phase, At((fact['t_ns'] - began_ns) / 1e9, cpu_s))
+    life.setdefault(phase, At((fact['t_ns'] - began_ns) / 1e9, cpu_s))
 
   for process, fact in facts:
     match fact:
       case {'name': 'exit', 'child': died} if died == child:
-        began_ns, found = fact['t_ns'], {}
+        began_ns, life = fact['t_ns'], {}
       case {'name': 'process', 'child': started, 'state': 'starting'}:
         began_ns = began_ns or fact['t_ns']
         if started == child:
@@ -115,11 +115,11 @@ def phases(facts: list[tuple[str, dict]], child: str) -> Life:
         reached('joined', fact)
       case {'name': 'step'} if process == child:
         reached('first step', fact)
-      case {'name': 'outer'} if process == child and 'ready' in found:
+      case {'name': 'outer'} if process == child and 'ready' in life:
         reached('committed', fact)
-      case {'name': 'synced', 'participants': merged} if child in merged and 'first step' in found:
+      case {'name': 'synced', 'participants': merged} if child in merged and 'first step' in life:
         reached('merged', fact)
-  return found
+  return life
 
 
 def play(cache: str, victim: str = '', kills: int = 0) -> Bench:
@@ -149,10 +149,11 @@ def _fingerprints(size: int, rounds: int) -> dict[str, Any]:
           fingerprint.of(pathlib.Path(place, str(count)))
           times[f'{turn}, {count} files, s'].append(time.perf_counter() - began_s)
           times[f'{turn}, {count} files, s of CPU'].append(time.process_time() - cpu_s)
-  found = {name: measured.spread(one) for name, one in times.items()}
-  print(f'corpus of {size >> 20} MiB', *(f'{n:32}{measured.text(one)}' for n, one in found.items()),
-        sep='\n  ', flush=True)  # fmt: skip
-  return found
+  figures = {name: measured.spread(values) for name, values in times.items()}
+  print(f'corpus of {size >> 20} MiB')
+  for name, figure in figures.items():
+    print(f'  {name:32}{measured.text(figure)}', flush=True)
+  return figures
 
 
 def main() -> None:
@@ -164,15 +165,15 @@ def main() -> None:
     measured.write(flags.json, {'corpus': corpus})
     return
   starts, kills = (1, 1) if flags.quick else (3, 5)
-  found: dict[str, list[Life]] = collections.defaultdict(list)
+  lives_of: dict[str, list[Life]] = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as caches:
     for which in range(starts):
       cache = f'{caches}/{which}'
-      found['cold'].append(play(cache).begun)
-      found['warm'].append(play(cache).begun)
+      lives_of['cold'].append(play(cache).begun)
+      lives_of['warm'].append(play(cache).begun)
     for name, victim in (('learner', LEARNER), ('syncer', SYNCER)):
-      found[name] = play(cache, victim, kills).lives
-  rows = {name: _report(name, lives) for name, lives in found.items()}
+      lives_of[name] = play(cache, victim, kills).lives
+  rows = {name: _report(name, lives) for name, lives in lives_of.items()}
   measured.write(flags.json, {'corpus': corpus, **rows})
 
 
@@ -181,10 +182,10 @@ def _report(name: str, lives: list[Life]) -> dict[str, Any]:
   rows = {}
   for phase in lives[0]:
     times = [life[phase] for life in lives if phase in life]
-    rows[phase] = {'seconds': measured.spread([one.seconds for one in times])}
+    rows[phase] = {'seconds': measured.spread([at.seconds for at in times])}
     wall, cpu = rows[phase]['seconds'], ''
     if times[0].cpu_s is not None:
-      rows[phase]['cpu_s'] = measured.spread([one.cpu_s for one in times])
+      rows[phase]['cpu_s'] = measured.spread([at.cpu_s for at in times])
       cpu = f'  cpu {rows[phase]["cpu_s"]["median"]:5.2f}'
     print(f'  {phase:10} {wall["median"]:6.2f} {wall["greatest"]:6.2f}{cpu}', flush=True)
   return rows

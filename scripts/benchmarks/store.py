@@ -51,11 +51,11 @@ def served(delay_ms: int) -> Iterator[dict[str, str]]:
     [sys.executable, *words], cwd=processes.ROOT, stdout=subprocess.PIPE, encoding='utf-8'
   )
   try:
-    found = {}
+    variables = {}
     while (line := process.stdout.readline()).startswith('export '):
       name, value = shlex.split(line)[1].split('=', 1)
-      found[name] = value
-    yield found
+      variables[name] = value
+    yield variables
   finally:
     process.kill()
     process.wait()
@@ -69,7 +69,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def objects(urls: dict[str, str], rounds: int) -> dict[str, dict[str, dict]]:
   """Milliseconds to put and to read an object, by place."""
-  found, places = {place: {} for place in urls}, {}
+  figures, places = {place: {} for place in urls}, {}
   for place, url in urls.items():
     with environment(place):
       places[place] = store_lib.Store(url)
@@ -83,40 +83,40 @@ def objects(urls: dict[str, str], rounds: int) -> dict[str, dict[str, dict]]:
         if turn:  # the first one opens connections
           times.setdefault((place, 'put'), []).append(1e3 * put)
           times.setdefault((place, 'read'), []).append(1e3 * read)
-    for (place, what), taken in times.items():
-      found[place][f'{what} {size_name}'] = measured.spread(taken)
-  return found
+    for (place, what), values in times.items():
+      figures[place][f'{what} {size_name}'] = measured.spread(values)
+  return figures
 
 
 def outer_steps(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str, dict]:
   """Milliseconds of an outer step and of its log, by place; '' is no store."""
-  found, rigs = {}, {}
+  times_of, rigs = {}, {}
   with contextlib.ExitStack() as stack:
     for place, url in {'none': '', **stores}.items():
       with environment(place):
         store = stack.enter_context(open_store(url, folder / 'steps' / place))
-        made = scale.Rig(MILLIONS, folder / 'steps' / place / 'syncer', store=store)
-      rigs[place] = stack.enter_context(contextlib.closing(made))
-      log, taken = made._log, found.setdefault(place, {'outer step': [], 'of it the log': []})
-      log.write = timed(log.write, taken['of it the log'])
+        rig = scale.Rig(MILLIONS, folder / 'steps' / place / 'syncer', store=store)
+      rigs[place] = stack.enter_context(contextlib.closing(rig))
+      log, times = rig._log, times_of.setdefault(place, {'outer step': [], 'of it the log': []})
+      log.write = timed(log.write, times['of it the log'])
     for turn in range(rounds + 1):
       for place, rig in rigs.items():
-        found[place]['outer step'].append(1e3 * rig.outer_step(LEARNERS)['seconds'])
+        times_of[place]['outer step'].append(1e3 * rig.outer_step(LEARNERS)['seconds'])
         if not turn:  # it compiles
-          for times in found[place].values():
+          for times in times_of[place].values():
             times.clear()
-  return {place: spreads(times) for place, times in found.items()}
+  return {place: spreads(times) for place, times in times_of.items()}
 
 
 def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str, dict]:
   """MB/s of a copy of a checkpoint, and of its way back."""
   values = np.random.default_rng(0).standard_normal((MILLIONS, scale.MILLION), np.float32)
   saved = checkpoint.Checkpoints(str(folder / 'saved'))
-  saved.save(1, {f'w{n}': one for n, one in enumerate(values)}, 0)()
+  saved.save(1, {f'w{n}': row for n, row in enumerate(values)}, 0)()
   saved.close()
   source = folder / 'saved' / '1'
   size = sum(size for _, size, _ in states.read(source).files) / 1e6
-  found = {'none': {'copy': []}} | {place: {'copy': [], 'fetch': []} for place in stores}
+  speeds = {'none': {'copy': []}} | {place: {'copy': [], 'fetch': []} for place in stores}
   with contextlib.ExitStack() as stack:
     opened = {}
     for place, url in stores.items():
@@ -125,20 +125,20 @@ def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[st
     for turn in range(rounds):
       to = folder / f'local-{turn}'
       local = lambda: (shutil.copytree(source, to), json_files.fsync_tree(to))
-      found['none']['copy'].append(size / seconds(local))
+      speeds['none']['copy'].append(size / seconds(local))
       for place, store in opened.items():
         name, back = f'copy-{turn}', folder / f'back-{place}-{turn}'
         put = lambda: states.put(store._store, name, source, lambda: None)
-        found[place]['copy'].append(size / seconds(put))
+        speeds[place]['copy'].append(size / seconds(put))
         fetch = lambda: states.fetch(store._store, name, back)
-        found[place]['fetch'].append(size / seconds(fetch))
-  return {place: spreads(times) for place, times in found.items()}
+        speeds[place]['fetch'].append(size / seconds(fetch))
+  return {place: spreads(times) for place, times in speeds.items()}
 
 
 def saves(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str, dict]:
   """Milliseconds of a learner's save, to its end, and of it those in which its steps wait."""
   state = {f'w{n}': np.ones(scale.MILLION, np.float32) for n in range(MILLIONS)}
-  found = {}
+  figures = {}
   for place, url in {'none': str(folder / 'workdir'), **stores}.items():
     with environment(place):
       began, ended = [], []
@@ -150,8 +150,8 @@ def saves(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str
         end()
         ended.append(1e3 * (time.perf_counter() - began_s))
       checkpoints.close()
-      found[place] = spreads({'save': ended[1:], 'of it the learner waits': began[1:]})
-  return found
+      figures[place] = spreads({'save': ended[1:], 'of it the learner waits': began[1:]})
+  return figures
 
 
 def open_store(url: str, workdir: pathlib.Path) -> contextlib.AbstractContextManager:
@@ -170,7 +170,7 @@ def timed(call: Callable, times: list[float]) -> Callable:
 
 
 def spreads(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-  return {what: measured.spread(taken) for what, taken in times.items()}
+  return {what: measured.spread(values) for what, values in times.items()}
 
 
 _environments: dict[str, dict[str, str]] = {}  # of the clients of a place
@@ -193,19 +193,19 @@ def main() -> None:
       _environments[f'{delay_ms} ms'] = stack.enter_context(served(delay_ms))
       urls[f'{delay_ms} ms'] = f'gs://{BUCKET}/run'
     os.environ |= _environments['0 ms']  # before gcsfs is imported
-    found = {
+    parts = {
       'objects, ms': (objects(urls, rounds), 'folder'),
       'outer steps, ms': (outer_steps(urls, folder, rounds), 'none'),
       'copies, MB/s': (copies(urls, folder, rounds // 4 + 1), 'none'),
       'saves, ms': (saves(urls, folder, rounds // 4 + 1), 'none'),
     }
-  for title, (places, base) in found.items():
+  for title, (places, base) in parts.items():
     print(title)
-    for place, one in places.items():
-      for what, spread in one.items():
+    for place, figures in places.items():
+      for what, spread in figures.items():
         ratio = spread['median'] / places[base].get(what, spread)['median']
         print(f'  {place:8} {what:24} {measured.text(spread):32} {ratio:.3g}')
-  measured.write(flags.json, {title: places for title, (places, _) in found.items()})
+  measured.write(flags.json, {title: places for title, (places, _) in parts.items()})
 
 
 if __name__ == '__main__':
