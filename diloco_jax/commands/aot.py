@@ -52,9 +52,7 @@ def _header(learner: aot.CompiledLearner, name: str, hbm: int) -> str:
 
 def _line(arrays: dict[str, int], function: aot.Function) -> str:
   sizes = function.arguments, function.outputs, function.temporaries, aot.peak(arrays, function)
-  collectives = ', '.join(
-    f'{number} {collective}' for collective, number in function.collectives.items()
-  )
+  collectives = ', '.join(f'{count} {name}' for name, count in function.collectives.items())
   return (
     f'{function.name:13}'
     + ''.join(f'{size / _MIB:10.1f}' for size in sizes)

@@ -23,8 +23,7 @@ def main(argv: list[str]) -> None:
         first_line = (ast.get_docstring(ast.parse(text)) or '').partition('\n')[0]
         print(f'{name:20}{first_line}')
     case [name] if name in examples:
-      print(
-        examples[name].replace('experiments/examples/', ''), end=''
-      )  # it is not in a checkout now
+      # The file is not in a checkout now.
+      print(examples[name].replace('experiments/examples/', ''), end='')
     case words:
       raise exits.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(examples)}')

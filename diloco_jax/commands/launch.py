@@ -83,10 +83,8 @@ def main(argv: list[str]) -> int:
     known = engine.known(request)
     described = spec_lib.make(request, known)
     needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
-  missing = [
-    *(text for text, present in needs.items() if not present),
-    *_wrong_certificates(described),
-  ]
+  missing = [text for text, is_met in needs.items() if not is_met]
+  missing += _wrong_certificates(described)
   if missing:
     text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
     raise exits.NeverRetry(f'{text}. Nothing was written or started')
@@ -126,9 +124,8 @@ def _refuse_flags_of_others() -> None:
   writing = [name for name, engine in _ENGINES.items() if not hasattr(engine, 'run')]
   own = {'disk_gib': ['gke'], 'port': ['slurm'], 'out': writing}
   for flag in of(__name__):
-    readers = own.get(flag.name) or [
-      name for name, engine in _ENGINES.items() if flag in of(engine)
-    ]
+    all_readers = [name for name, engine in _ENGINES.items() if flag in of(engine)]
+    readers = own.get(flag.name, all_readers)
     if flag.present and readers and _ENGINE.value not in readers:
       raise exits.NeverRetry(
         f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '

@@ -26,17 +26,16 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
 def write(runs: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
   """Writes table and page; returns the names of those that could not be written."""
   states = lambda: [state(read.run, read.config, name) for name, read in runs.items()]
-  views: dict[str, Any] = {'beside.txt': lambda: text(runs)}
-  views['beside.html'] = lambda: page.inline(states())
+  views = {'beside.txt': lambda: text(runs), 'beside.html': lambda: page.inline(states())}
   folders = shlex.join(str(read.workdir) for read in runs.values())
   return summary_lib.write_views(out, views, f'diloco report {folders}')
 
 
-def text(found: Mapping[str, folder_lib.Read]) -> str:
+def text(read_runs: Mapping[str, folder_lib.Read]) -> str:
   """A table with a column for each run."""
-  runs = [summary_lib.summarize(one) for one in found.values()]
+  runs = list(map(summary_lib.summarize, read_runs.values()))
   units = sorted({run['loss_unit'] for run in runs} - {''})
-  rows = {f'loss in {" and ".join(units)}' if units else '': list(found)}
+  rows = {f'loss in {" and ".join(units)}' if units else '': list(read_runs)}
 
   def add(name: str, form: str, values: Sequence[Any]) -> None:
     rows[name] = ['-' if value is None else form.format(value) for value in values]

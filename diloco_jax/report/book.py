@@ -41,25 +41,9 @@ DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
 QUORUM, STRAGGLER, SYNCER_DOWN = 'wait_quorum', 'wait_straggler', 'syncer_down'
 INIT, PREP, COMPILE, RESTORE = 'init', 'prep', 'startup_compile', 'checkpoint_restore'
 DOWN, AFTER_END, OTHER = 'infra_recovery', 'after_end', 'other'
-CATEGORIES = (
-  MERGED,
-  WASTED,
-  SLOW,
-  DATA,
-  COMM,
-  SAVE,
-  QUORUM,
-  STRAGGLER,
-  SYNCER_DOWN,
-  INIT,
-  PREP,
-  COMPILE,
-  RESTORE,
-  DOWN,
-  AFTER_END,
-  OTHER,
-)
-STARTS = INIT, PREP, COMPILE, RESTORE
+STEPS, EXCHANGE = (MERGED, WASTED, SLOW), (DATA, COMM, SAVE)
+WAITS, STARTS = (QUORUM, STRAGGLER, SYNCER_DOWN), (INIT, PREP, COMPILE, RESTORE)
+CATEGORIES = *STEPS, *EXCHANGE, *WAITS, *STARTS, DOWN, AFTER_END, OTHER
 PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start, that follow
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
@@ -69,8 +53,9 @@ LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LearnerAccount:
-  """The account of one learner. `spent_ns`: by category, except those of finished steps. `lost_ns`:
-  when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start.
+  """The account of one learner. `spent_ns`: by category, without the time of finished steps.
+  `lost_ns`: when the syncer lost it: its process ended then, unless it records more. `phase`: the
+  last of its start.
   `times`: of its steps, with the wait for a batch, as the paper counts them; `own_times`: without.
   """
 
@@ -137,12 +122,13 @@ class Book:
     self.ledger: facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
-    self._syncer_ns: int | None = None  # its last word
+    self._syncer_ns: int | None = None  # of its last record
     # What a learner waits for, by time; the number of learners that train, by time.
     self._awaited: list[tuple[int, str]] = [(0, QUORUM)]
     self._training: set[str] = set()
     self._trained: set[str] = set()
-    self._changes: list[tuple[int, int | None]] = []  # of that number; None: all have left
+    # When that number changed, and by how much; None: all have left.
+    self._changes: list[tuple[int, int | None]] = []
     self._gaps = steps_lib.StepTimes()
     self._merged_ns: int | None = None
 
@@ -150,9 +136,7 @@ class Book:
 
   def starts(self, name: str, at_ns: int) -> None:
     """A process of a learner starts."""
-    if name not in self.learners:
-      self.learners[name] = LearnerAccount(at_ns, at_ns, INIT)
-    learner = self.learners[name]
+    learner = self._learner(name, at_ns, INIT)
     if learner.doing not in (*_ENDED, INIT):  # no record has the end of its last process
       self.died(name, learner.lost_ns or learner.at_ns, killed=True)
     learner.phase = ''
@@ -162,7 +146,7 @@ class Book:
     self.enters(name, at_ns, INIT)
 
   def enters(self, name: str, at_ns: int, category: str) -> None:
-    """From now on a learner spends its time on this, until it is told otherwise."""
+    """A learner spends its time in this category, until a later call."""
     learner = self._learner(name, at_ns)
     self._pass(learner, at_ns)
     learner.doing = category
@@ -210,7 +194,7 @@ class Book:
     before = COMM if learner.doing in (_TRAINS, _WAITS) else learner.doing
     between_ns = learner.owed_ns + at_ns - learner.at_ns - step_ns - saving_ns
     learner.spent_ns[before] += max(0, between_ns)
-    learner.owed_ns = min(0, between_ns)  # told later than it began: no time is below 0
+    learner.owed_ns = min(0, between_ns)  # recorded later than it began: no time is below 0
     learner.spent_ns[DATA] += data_ns
     learner.spent_ns[SAVE] += saving_ns
     learner.times.add(step_ns)
@@ -241,10 +225,8 @@ class Book:
       self._changes.append((at_ns, None))
       self._training.clear()  # also of those that have trained to the end
 
-  def _learner(self, name: str, at_ns: int) -> LearnerAccount:
-    if name not in self.learners:
-      self.learners[name] = LearnerAccount(at_ns, at_ns, OTHER)
-    return self.learners[name]
+  def _learner(self, name: str, at_ns: int, doing: str = OTHER) -> LearnerAccount:
+    return self.learners.setdefault(name, LearnerAccount(at_ns, at_ns, doing))
 
   def _pass(self, learner: LearnerAccount, at_ns: int) -> None:
     if learner.doing == _WAITS:
@@ -304,9 +286,9 @@ class Book:
       case facts.Member(state='lost', learner=member):
         self._members.discard(member)
         self._await(at_ns)
-        one = self.learners.get(member)
-        if one and one.doing not in _ENDED:
-          one.lost_ns = at_ns
+        lost = self.learners.get(member)
+        if lost and lost.doing not in _ENDED:
+          lost.lost_ns = at_ns
       case facts.Synced():
         if self._merged_ns is not None:
           self._gaps.add(at_ns - self._merged_ns)
@@ -321,7 +303,8 @@ class Book:
 
   def _await(self, at_ns: int) -> None:
     awaited = QUORUM if len(self._members) < self._quorum else STRAGGLER
-    awaited = SYNCER_DOWN if self._syncer_died else awaited
+    if self._syncer_died:
+      awaited = SYNCER_DOWN
     if awaited != self._awaited[-1][1]:
       self._awaited.append((at_ns, awaited))
 

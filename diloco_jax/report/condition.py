@@ -53,9 +53,9 @@ class Condition:
 
   Attributes:
     state: of STATES; of a run one more (RUN_STATES).
-    since_s: when it began; heard_s: when the newest record told of it; now_s: of who looks.
-    known: whose records tell it.
-    silent: those have told nothing for so long that `state` is of the past.
+    since_s: when it began; heard_s: the time of the newest record about it; now_s: of the look.
+    known: whose records have it.
+    silent: these records are so old that `state` is of the past.
   """
 
   state: str
@@ -117,7 +117,7 @@ RUN_STATES = {
 def of_program(
   program: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
 ) -> Condition:
-  """Of the syncer or a learner. `told`: programs.Program; `others`: for whom a learner waits;
+  """Of the syncer or a learner. `program`: programs.Program; `others`: for whom a learner waits;
   `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = program.phase or program.state, program.why, program.since_s
   if program.quarantine:
@@ -139,30 +139,29 @@ def of_program(
   )
   patience_s = max(silent_s, _LONG_S) if condition.kind == STARTS else silent_s
   lives = not condition.is_gone and state != 'down' and (state != 'waiting' or program.processes)
-  silent = bool(lives) and now_s - program.heard_s > patience_s
-  return dataclasses.replace(condition, silent=True, why='') if silent else condition
+  if lives and now_s - program.heard_s > patience_s:
+    return dataclasses.replace(condition, silent=True, why='')
+  return condition
 
 
 def of_run(run: Any) -> Condition:
   """Of a whole run (run_facts.RunFacts)."""
-  so = functools.partial(Condition, now_s=run.looked_s, heard_s=run.end_s)
+  make = functools.partial(Condition, now_s=run.looked_s, heard_s=run.end_s)
   if run.began_s is None:
-    return so(state='not begun')
+    return make(state='not begun')
   learners = {name: run.condition(name) for name in run.ordered}
   syncer = None if run.syncer is None else run.condition(SYNCER)
   if syncer is None or (syncer.state == 'waiting' and not syncer.silent):
     states = [learner.state for learner in learners.values()]
     if states and all(learner.is_gone for learner in learners.values()):
-      return so(state='over' if 'done' in states else 'stopped')
-    silent = bool(states) and all(
-      learner.silent or learner.is_gone for learner in learners.values()
-    )
+      return make(state='over' if 'done' in states else 'stopped')
+    silent = bool(states) and all(so.silent or so.is_gone for so in learners.values())
     begun = any(learner.steps for learner in run.learners.values())
-    return so(state='training' if begun else 'starting', silent=silent)
+    return make(state='training' if begun else 'starting', silent=silent)
   if syncer.state == 'done':
-    return so(state='over', since_s=syncer.since_s)
+    return make(state='over', since_s=syncer.since_s)
   if syncer.is_gone and syncer.state != 'stopped':
-    return so(state='dead', since_s=syncer.since_s, why=f'the syncer {syncer.brief}')
+    return make(state='dead', since_s=syncer.since_s, why=f'the syncer {syncer.brief}')
   begun = 'training' if run.tokens or run.merges_s else 'starting'
   if syncer.silent:
     return dataclasses.replace(syncer, state=begun, why='the syncer is')
@@ -170,15 +169,15 @@ def of_run(run: Any) -> Condition:
     return syncer
   waits = bool(run.closing) and run.closing[0] >= syncer.heard_s - run.silent_s
   if not waits and run.progress < 1:
-    return so(state=begun)
+    return make(state=begun)
   of = run.learners
   behind = [name for name in of if of[name].is_live and of[name].step < run.total_steps]
   at_s, late, at_most_s = run.closing if waits else (0.0, behind, 0.0)
   late_ones = {name: learners[name] for name in late if name in learners}
-  told = [f'{name} ({learner.text})' for name, learner in late_ones.items() if not learner.is_gone]
+  texts = [f'{name} ({learner.text})' for name, learner in late_ones.items() if not learner.is_gone]
   left = f', at most {header.duration(max(0.0, at_s + at_most_s - run.looked_s))} more' * waits
-  why = f'it waits for {", ".join(told)}{left}' if told else 'it evaluates, and writes the model'
-  return so(state='closing', why=why)
+  why = f'it waits for {", ".join(texts)}{left}' if texts else 'it evaluates, and writes the model'
+  return make(state='closing', why=why)
 
 
 def notices(run: Any) -> list[str]:
@@ -196,11 +195,11 @@ def notices(run: Any) -> list[str]:
     remedy = _REMEDIES.get(run.syncer, '').format(SYNCER) if whole.state == 'dead' else ''
     sentences.append(f'The run is {whole.text}.{remedy}')
   conditions = {name: run.condition(name) for name in run.ordered}
-  faults = {name: condition for name, condition in conditions.items() if condition.kind == FAULT}
+  faults = {name: so for name, so in conditions.items() if so.kind == FAULT}
   if not whole.silent and whole.kind != ENDED:
-    faults |= {name: condition for name, condition in conditions.items() if condition.silent}
-  for name, condition in list(faults.items())[:_NAMED]:
-    sentences.append(f'{name}: {condition.text}.{_REMEDIES.get(condition.state, "").format(name)}')
+    faults |= {name: so for name, so in conditions.items() if so.silent}
+  for name, so in list(faults.items())[:_NAMED]:
+    sentences.append(f'{name}: {so.text}.{_REMEDIES.get(so.state, "").format(name)}')
   if len(faults) > _NAMED:
     sentences.append(f'So {len(faults) - _NAMED} more: the table of learners has them all.')
   return sentences

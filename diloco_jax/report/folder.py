@@ -18,20 +18,11 @@ UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-  """What `read` has found; `config` None: UNKNOWN."""
+  """A run that was read; `config` None: UNKNOWN."""
 
   workdir: pathlib.Path
   config: run_config.Config | None
   run: run_facts.RunFacts
-
-  @property
-  def wall_seconds(self) -> float:
-    """From the first fact to the last one."""
-    return self.run.end_s
-
-  @property
-  def loss_unit(self) -> str:
-    return loss_unit(self.config, self.run)
 
 
 def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
@@ -39,14 +30,14 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   newest record, and a line on stderr says which. Raises ValueError: there is none."""
   if workdir:
     return workdir
-  if not (folders_of_runs := runs()):
+  if not (workdirs := runs()):
     raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
   print(
-    f'{folders_of_runs[-1]}, the newest of {len(folders_of_runs)} in {folders.RUNS}/',
+    f'{workdirs[-1]}, the newest of {len(workdirs)} in {folders.RUNS}/',
     file=sys.stderr,
     flush=True,
   )
-  return folders_of_runs[-1]
+  return workdirs[-1]
 
 
 def runs() -> list[str]:
@@ -113,6 +104,10 @@ def pace(config: run_config.Config | None) -> dict[str, Any]:
   silence."""
   if config is None:
     return {'total_steps': math.inf}
-  sync, silent_s = config.sync, max(run_facts.SILENT_S, config.sync.lease_s / 2)
-  told = {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
-  return {'total_steps': config.train.steps, 'silent_s': silent_s, **told}
+  sync = config.sync
+  return {
+    'total_steps': config.train.steps,
+    'silent_s': max(run_facts.SILENT_S, sync.lease_s / 2),
+    'quorum': sync.quorum,
+    'steps_per_sync': sync.period / sync.fragments,
+  }

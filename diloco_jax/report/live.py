@@ -74,23 +74,15 @@ def status_line(view: run_facts.RunFacts) -> str:
 
 def _learners(view: run_facts.RunFacts) -> list[str]:
   """What each does, in words; of many those of which something is to be said, and counts."""
-  conditions = {name: view.condition(name) for name in view.ordered}
-  steps = {
-    name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in conditions
-  }
+  so = {name: view.condition(name) for name in view.ordered}
+  steps = {name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in so}
   bad = {condition.FAULT, condition.SILENT}
-  shown = [
-    name
-    for name, condition in conditions.items()
-    if len(conditions) <= _EACH or condition.kind in bad
-  ]
-  rest = collections.Counter(
-    condition.state for name, condition in conditions.items() if name not in shown
-  )
+  shown = [name for name in so if len(so) <= _EACH or so[name].kind in bad]
+  rest = collections.Counter(so[name].state for name in so if name not in shown)
   more = len(shown) - _EACH
   return [
     *(f'{count} {state}' for state, count in rest.items()),
-    *(f'{name} {conditions[name].brief}{steps[name]}' for name in shown[:_EACH]),
+    *(f'{name} {so[name].brief}{steps[name]}' for name in shown[:_EACH]),
     *([f'{more} more not well'] if more > 0 else []),
   ]
 

@@ -21,11 +21,8 @@ def inline(states: list[dict[str, Any]]) -> str:
   data = json.dumps(states, separators=(',', ':')).replace('<', '\\u003c')
   policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
   page = text(PAGE).replace('<!-- head -->', policy)
-  page = re.sub('<link rel="stylesheet" href="(.*)">', _inside('style'), page)
-  page = re.sub('<script src="(.*)"></script>', _inside('script'), page)
+  style, script = '<link rel="stylesheet" href="(.*)">', '<script src="(.*)"></script>'
+  page = re.sub(style, lambda match: f'<style>{text(match[1])}</style>', page)
+  page = re.sub(script, lambda match: f'<script>{text(match[1])}</script>', page)
   data = f'<script id="data" type="application/json">{data}</script>'
   return page.replace('<!-- data -->', data)
-
-
-def _inside(tag: str):
-  return lambda match: f'<{tag}>{text(match[1])}</{tag}>'

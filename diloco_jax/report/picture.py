@@ -128,9 +128,9 @@ def _draw_processes(
 ) -> None:
   lanes = {'syncer': run['syncer_lives']} if run['syncer_lives'] else {}
   lanes |= {name: run['learners'][name]['lives'] for name in colours}
-  long_s = state_lib.shortened(run['pauses'], run['end_s'])
+  long_s = state_lib.shorten(run['pauses'], run['end_s'])
   unit, unit_s = next(row for row in _UNITS if long_s >= 5 * row[1] or row[1] == 1)
-  short = lambda at_s: state_lib.shortened(run['pauses'], at_s) / unit_s
+  short = lambda at_s: state_lib.shorten(run['pauses'], at_s) / unit_s
   for row, (name, lives) in enumerate(lanes.items()):
     for number, (*times, ended) in enumerate(lives):
       moments = [None if at_s is None else short(at_s) for at_s in times]

@@ -40,15 +40,15 @@ class Process:
 
 @dataclasses.dataclass(slots=True)
 class Program:
-  """What is told of the syncer or a learner; report/condition.py makes of it what is so.
+  """What the records have about the syncer or a learner; condition.py decides what is so.
 
   Attributes:
     state: its activity, in a word for people; since_s: since when; why: a reason.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
       waiting (for other learners); then ''.
-    heard_s: the newest record that tells of it; known: in whose records.
+    heard_s: the time of the newest record about it; known: whose record that is.
     supervised: a supervisor of this folder has started it.
-    no_step: when it was told last that it makes none, what it does, and for how long.
+    no_step: the newest fact that it makes no step: when, what it does, and for how long.
     quarantine: why it is in quarantine.
   """
 
@@ -69,10 +69,10 @@ class LearnerFacts(Program):
   """Everything about one learner.
 
   Attributes:
-    speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
-      `steps` are those at heartbeats.
-    told: the steps and tokens of all its processes that the syncer has recorded; None: none since
-      a restore.
+    speaks: its records are in this folder. For a learner on another machine we use the syncer's
+      records, which have one step for each heartbeat.
+    counted: the steps and tokens of all its processes in the syncer's records; None: none since a
+      restore.
     tokens: that it has trained.
     tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
@@ -85,7 +85,7 @@ class LearnerFacts(Program):
   """
 
   speaks: bool = False
-  told: tuple[int, int] | None = (0, 0)
+  counted: tuple[int, int] | None = (0, 0)
   tokens: int = 0
   tells_loss: bool = False
   steps: steps_lib.Steps = dataclasses.field(default_factory=steps_lib.Steps)
@@ -107,7 +107,7 @@ class LearnerFacts(Program):
 
   @property
   def loss(self) -> float | None:
-    """The mean of its last steps; of one on another machine there is a step for each heartbeat."""
+    """The mean of its last steps; a learner on another machine has a step for each heartbeat."""
     last = self.steps.losses(-(LAST_STEPS if self.speaks else 1), len(self.steps))
     return statistics.fmean(last) if self.tells_loss else None
 
@@ -118,7 +118,7 @@ class LearnerFacts(Program):
 
   @property
   def connected(self) -> int | None:
-    """1 or 0; None: only the syncer's records tell."""
+    """1 or 0; None: it is not known, as only the syncer's records have it."""
     return int(self.is_live) if self.joined else None
 
   @property

@@ -335,12 +335,11 @@ class TailAll:
     self._last: dict[str, str] = {}  # the name of the newest row of each process
     self.shifts: dict[str, float] = {}
 
-  def read(self) -> list[tuple[str, dict[str, Any]]]:
+  def read(self) -> list[_Row]:
     """What became complete since the last call."""
-    rows = [(name, fact) for name, tail in self.all().items() for fact in tail.read()]
-    return sorted(rows, key=_time)
+    return list(self.stream())
 
-  def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
+  def stream(self) -> Iterator[_Row]:
     """The same, one at a time: the records of a long run need more memory than there is."""
     for row in self._syncer.stream(*_OF_JOINS):
       if row['name'] == 'member' and row.get('state') == 'joined':
@@ -391,5 +390,5 @@ def records(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
   return ({'process': process, **fact} for process, fact in TailAll(workdir).stream())
 
 
-def _time(row: tuple[str, dict[str, Any]]) -> float:
+def _time(row: _Row) -> float:
   return row[1].get('time', 0.0)

@@ -27,11 +27,11 @@ class RunFacts:
 
   Attributes:
     learners: by learner id; those given, and every other one that joins.
-    syncer_told: of the syncer; None: the learner has none.
+    syncer_facts: of the syncer; None: the learner has none.
     looked_at: wall-clock time at which somebody looks; None: that of the newest fact.
-    silent_s: how old what is so may be; fresh: processes of which new records have been seen since
-      then, whatever their clocks say.
-    closing: when the syncer has said last for whom it waits, for whom, and how long at most.
+    silent_s: how old what is so may be; fresh: processes with new records since then, whatever
+      their clocks say.
+    closing: the newest fact of the syncer for whom it waits: when, for whom, how long at most.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
@@ -45,10 +45,10 @@ class RunFacts:
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
-    followers: as the syncer has told last.
+    followers: the newest fact about them.
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
-    said: by program, what its supervisor told of it last.
+    said: by program, the newest text of its supervisor about it.
     missing: (when, process, how many of its facts could not be written, why) of each gap.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
@@ -61,13 +61,13 @@ class RunFacts:
     syncer: bool = True,
     quorum: int = 1,
     steps_per_sync: float = 1.0,
-    told: tuple[int, int] | None = (0, 0),
+    counted: tuple[int, int] | None = (0, 0),
     silent_s: float = SILENT_S,
   ):
-    """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
-    self._told = told
-    self.learners = {name: programs.LearnerFacts(told=told) for name in learners}
-    self.syncer_told = programs.Program() if syncer else None
+    """`quorum`, `steps_per_sync`: see book.py. `counted`: of a new learner."""
+    self._counted = counted
+    self.learners = {name: programs.LearnerFacts(counted=counted) for name in learners}
+    self.syncer_facts = programs.Program() if syncer else None
     self.silent_s, self.fresh = silent_s, set[str]()
     self.looked_at: float | None = None
     self.closing: tuple[float, tuple[str, ...], float] | None = None
@@ -101,11 +101,11 @@ class RunFacts:
   @property
   def syncer(self) -> str | None:
     """The state of the syncer."""
-    return self.syncer_told and self.syncer_told.state
+    return self.syncer_facts and self.syncer_facts.state
 
   @property
   def syncer_processes(self) -> list[programs.Process]:
-    return self.syncer_told.processes if self.syncer_told else []
+    return self.syncer_facts.processes if self.syncer_facts else []
 
   @property
   def ordered(self) -> list[str]:
@@ -127,7 +127,7 @@ class RunFacts:
 
   def condition(self, name: str) -> condition.Condition:
     """What is so of the syncer or a learner at the time of the look."""
-    program = self.syncer_told if name == ids.SYNCER else self.learners[name]
+    program = self.syncer_facts if name == ids.SYNCER else self.learners[name]
     others = ''
     if program.phase == 'waiting':  # each look asks for each learner
       absent = [
@@ -200,7 +200,7 @@ class RunFacts:
 
   @property
   def figures(self) -> book_lib.Figures | None:
-    """Those of the run so far; None: no ledger has told of a merge, the quorum is unknown, or no
+    """Those of the run so far; None: there is no ledger yet, the quorum is unknown, or no
     learner has its records here."""
     known = self.ledger and self.total_steps < math.inf and self.book.learners
     return self.book.figures(round(self.end_s * 1e9)) if known else None
@@ -217,12 +217,6 @@ class RunFacts:
     share = begins / max(1, sum(sum(account.values()) for account in accounts))
     starts = f'The start of processes took {share:.0%}: in a longer run it is less.'
     return ' '.join(notes * bool(away) + [starts] * (share > 0.3))
-
-  def tokens_at(self, step: int) -> int:
-    """Tokens of all learners when the foremost reached clock `step`."""
-    clocks, tokens = self._reached
-    index = bisect.bisect_right(clocks, step)
-    return tokens[index - 1] if index else 0
 
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
     """Takes lines of the records, in the order of time; skips lines without a known fact."""
@@ -258,7 +252,7 @@ class RunFacts:
         if self.synced and sync < self.synced.sync:
           self.went_back.append((at_s, sync))
           for learner in self.learners.values():  # what the syncer counts went back, too
-            learner.told, learner.incarnation = None, 0
+            learner.counted, learner.incarnation = None, 0
       case report_facts.Layout():
         self.layout = fact
       case facts.State(state='ending', reason=reason) if process == ids.SYNCER:
@@ -313,14 +307,14 @@ class RunFacts:
         learner.heard_s, learner.known = at_s, "the syncer's records"
 
   def _program(self, name: str) -> programs.Program | None:
-    return self.syncer_told if name == ids.SYNCER else self.learners.get(name)
+    return self.syncer_facts if name == ids.SYNCER else self.learners.get(name)
 
   def _lives(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
-    """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
+    """A process has a record: a new one, which no supervisor started, or one that was not lost."""
     if name != 'syncer' and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
-    if name == ids.SYNCER and self.syncer_told is None:
-      self.syncer_told = programs.Program()  # its records have begun after those of a learner
+    if name == ids.SYNCER and self.syncer_facts is None:
+      self.syncer_facts = programs.Program()  # its records have begun after those of a learner
     processes = self._processes(name)
     if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
@@ -332,10 +326,12 @@ class RunFacts:
       self._becomes(name, 'alone', at_s)
 
   def _evaluated(self, at_s: float, fact: report_facts.Eval) -> None:
-    clocks, _ = self._reached
-    ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
-    tokens = self.tokens if ended else self.tokens_at(fact.step)
-    if fact.step:  # learners on other machines may not have told of a step yet
+    clocks, reached = self._reached
+    tokens = self.tokens  # closing syncs have merged all that is left
+    if not clocks or fact.step <= clocks[-1]:  # of all learners when the foremost reached the clock
+      index = bisect.bisect_right(clocks, fact.step)
+      tokens = reached[index - 1] if index else 0
+    if fact.step:  # learners on other machines may have reported no step yet
       tokens = max(tokens, 1)
     if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
       self.evaluations.pop()
@@ -368,7 +364,7 @@ class RunFacts:
   def _member(self, at_s: float, fact: facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(told=self._told))
+      learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(counted=self._counted))
       learner.joined.append((at_s, fact.incarnation))
       learner.quarantine = ''
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
@@ -403,9 +399,9 @@ class RunFacts:
       processes[-1].ended_s, processes[-1].ended = None, ''
 
   def _progressed(self, learner: programs.LearnerFacts, at_s: float, fact: facts.Progress) -> None:
-    before = learner.told or (fact.steps, fact.tokens)
+    before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
-    learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
+    learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
     if learner.speaks or steps <= 0:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
@@ -451,7 +447,7 @@ class RunFacts:
     if learner.state in ('waiting', 'starting'):
       self._becomes(name, 'training', at_s)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
-      self._begin(name, at_s)  # started by hand: no supervisor has told of it
+      self._begin(name, at_s)  # started by hand: no supervisor has recorded it
     steps = fact.steps - learner.processes[-1].steps if name in self._gaps else 1
     self._gaps.discard(name)
     tokens = round(steps * learner.tokens_per_step)
@@ -512,7 +508,7 @@ class RunFacts:
 
   def _begin(self, name: str, at_s: float) -> None:
     processes = self._processes(name)
-    if processes and processes[-1].ended_s is None:  # nobody has told of its end
+    if processes and processes[-1].ended_s is None:  # nobody has recorded its end
       program = self._program(name)
       processes[-1].end(
         processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'

@@ -198,7 +198,7 @@ def serve_metrics(config: run_config.Config, workdir: str, process: str, port: i
   path = pathlib.Path(workdir, records_lib.RECORDS, f'{process}.jsonl')
   tail = records_lib.Tail(path, path.stat().st_size if path.exists() else 0)
   stream = lambda: zip(itertools.repeat(process), tail.stream())
-  watch = Watch(lambda: config, lambda: stream, told=None)
+  watch = Watch(lambda: config, lambda: stream, counted=None)
   kind = _of_ipv6(_OneReader) if socket.has_dualstack_ipv6() else _OneReader
   server = kind(('', port), type('Handler', (_Metrics,), {'watch': watch}))
   threading.Thread(target=server.serve_forever, name='metrics', daemon=True).start()

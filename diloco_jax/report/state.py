@@ -26,13 +26,18 @@ def state(
 ) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
-  wire, about = run.wire, run.layout.lines if run.layout else []
-  about = (
-    [*about, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else about
-  )
+  wire, about = run.wire, list(run.layout.lines) if run.layout else []
+  if run.period:
+    about.append(f'a period of {run.period} inner steps, chosen by the syncer')
+  if not config:
+    about.append(f'config {folder_lib.UNKNOWN}')
   merges = run.merges_s, run.participants, run.live, run.staleness
   connected = [learner.connected for learner in run.learners.values()]
-  working = [learner for name, learner in run.learners.items() if learner.steps and run.works(name)]
+  stepped_s = [
+    learner.steps[-1].at_s
+    for name, learner in run.learners.items()
+    if learner.steps and run.works(name)
+  ]
   values = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
     'folder': folder_name.encode(errors='replace').decode(),  # what no encoding has, as ?
@@ -40,11 +45,10 @@ def state(
     'tokens': run.trained,
     'began_s': run.began_s and round(run.began_s),
     'looked_s': run.looked_s,
-    'rate_s': run.looked_s
-    - max((learner.steps[-1].at_s for learner in working), default=run.looked_s),
+    'rate_s': run.looked_s - max(stepped_s, default=run.looked_s),
     'condition': _so(condition.of_run(run)),
     'notices': condition.notices(run),
-    'about': '; '.join(about if config else [*about, f'config {folder_lib.UNKNOWN}']),
+    'about': '; '.join(about),
     'loss_unit': folder_lib.loss_unit(config, run),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
@@ -65,13 +69,8 @@ def state(
   return json.loads(json.dumps(values), parse_float=digits, parse_constant=lambda _: None)
 
 
-def _so(condition: condition.Condition) -> dict[str, Any]:
-  return {
-    'state': condition.state,
-    'kind': condition.kind,
-    'text': condition.text,
-    'meaning': condition.meaning,
-  }
+def _so(so: condition.Condition) -> dict[str, Any]:
+  return {name: getattr(so, name) for name in ('state', 'kind', 'text', 'meaning')}
 
 
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
@@ -96,12 +95,10 @@ def _mean_pace(
   run: run_facts.RunFacts, tokens: int, learners: Sequence[programs.LearnerFacts]
 ) -> float | None:
   """Tokens a second from the first step to the last one, without the long part of pauses."""
-  ends = [(learner.steps[0].at_s, learner.steps[-1].at_s) for learner in learners if learner.steps]
-  began_s, ended_s = (
-    min((began for began, _ in ends), default=0),
-    max((ended for _, ended in ends), default=0),
-  )
-  took_s = shortened(pauses := _pauses(run), ended_s) - shortened(pauses, began_s)
+  all_steps = [learner.steps for learner in learners if learner.steps]
+  began_s = min((steps[0].at_s for steps in all_steps), default=0)
+  ended_s = max((steps[-1].at_s for steps in all_steps), default=0)
+  took_s = shorten(pauses := _pauses(run), ended_s) - shorten(pauses, began_s)
   return tokens / took_s if took_s > 0 else None
 
 
@@ -157,20 +154,19 @@ def _pauses(run: run_facts.RunFacts) -> list[tuple[float, float]]:
   """(when, seconds) of each long time without a process."""
   pauses, until_s = [], 0.0
   programs = [run.syncer_processes, *(learner.processes for learner in run.learners.values())]
-  for began_s, _, end_s, _ in sorted(
-    itertools.chain(*map(_lives, programs)), key=lambda life: life[0]
-  ):
+  lives = itertools.chain(*map(_lives, programs))
+  for began_s, _, end_s, _ in sorted(lives, key=lambda life: life[0]):
     if began_s - until_s > PAUSE_S:
       pauses.append((until_s, began_s - until_s))
     until_s = max(until_s, end_s)
   return pauses
 
 
-def shortened(pauses: Sequence[Sequence[float]], at_s: float) -> float:
+def shorten(pauses: Sequence[Sequence[float]], at_s: float) -> float:
   """A time without the long part of each pause before it, so that a run which was continued on the
   next day can be drawn.
 
-  >>> shortened([(10.0, 100.0)], 115.0)
+  >>> shorten([(10.0, 100.0)], 115.0)
   45.0
   """
   return at_s - sum(max(0.0, min(long_s, at_s - when_s) - PAUSE_S) for when_s, long_s in pauses)
@@ -192,9 +188,7 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, learner in run.learners.items():
     for at_s, incarnation in learner.joined:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
-    deaths_s = [
-      process.ended_s or 0 for process in learner.processes if process.ended in ('killed', 'failed')
-    ]
+    deaths_s = [p.ended_s or 0 for p in learner.processes if p.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
-      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else that is told, as its end
+      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else its end says it
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

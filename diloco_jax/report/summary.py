@@ -32,7 +32,7 @@ REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
 TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
-MANY = 12  # learners, from which on only the unusual ones are told of one by one
+MANY = 12  # learners, from which on only the unusual ones have a line each
 _THREE = {'steps': 'steps', 'tokens': 'tokens', 'loss': 'loss', 'merged': 'contributions_merged'}
 
 
@@ -81,10 +81,8 @@ def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> l
 
 def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
   path.unlink(missing_ok=True)  # an old view would be taken for the new one
-  content = make()
-  json_files.replace(
-    path, content if isinstance(content, bytes) else content.encode(errors='replace')
-  )
+  view = make()
+  json_files.replace(path, view if isinstance(view, bytes) else view.encode(errors='replace'))
 
 
 def summarize(read: folder_lib.Read) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def summarize(read: folder_lib.Read) -> dict[str, Any]:
     'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
-    'loss_unit': read.loss_unit,
+    'loss_unit': folder_lib.loss_unit(config, run),
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
@@ -134,7 +132,7 @@ def summarize(read: folder_lib.Read) -> dict[str, Any]:
       for process in learner.processes
       if process.ended == 'killed' and process.ended_s is not None
     ],
-    'goodput': _goodput(run),
+    'goodput': run.figures and run.book.summary(round(run.end_s * 1e9)) | {'note': run.spent_note},
     'missing_facts': {
       process: {'facts': sum(gap[2] for gap in run.missing if gap[1] == process), 'error': error}
       for _, process, _, error in run.missing
@@ -142,7 +140,7 @@ def summarize(read: folder_lib.Read) -> dict[str, Any]:
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
-    'wall_seconds': round(read.wall_seconds, 3),
+    'wall_seconds': round(run.end_s, 3),
   }
 
 
@@ -175,27 +173,23 @@ def _learner(name: str, read: folder_lib.Read) -> dict[str, Any]:
     'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': run.fate(name),
-    'condition': _told(run.condition(name)),
+    'condition': _condition_text(run.condition(name)),
     'step_seconds_median': median_s,
     'cost': cost and dataclasses.asdict(cost),
     'speed': cost and cost.speed(median_s or 0.0),
   }
 
 
-def _told(condition: condition.Condition) -> str:
+def _condition_text(so: condition.Condition) -> str:
   """What is so of a learner, in words of a text that is read later; '' of one that is done."""
-  if condition.is_gone or condition.state in ('down', 'no step'):
-    why = (
-      condition.text
-      if condition.state == 'no step'
-      else f'{condition.state}: {condition.why}'.removesuffix(': ')
-    )
-    return '' if condition.state == 'done' else why
-  ago = (
-    f', {header.duration(condition.now_s - condition.heard_s)} before this report'
-    * condition.silent
-  )
-  return f'{condition.state if condition.silent else condition.brief} when its records ended{ago}'
+  if so.state in ('done', 'no step'):
+    return so.text if so.state == 'no step' else ''
+  if so.is_gone or so.state == 'down':
+    return f'{so.state}: {so.why}'.removesuffix(': ')
+  if not so.silent:
+    return f'{so.brief} when its records ended'
+  ago = header.duration(so.now_s - so.heard_s)
+  return f'{so.state} when its records ended, {ago} before this report'
 
 
 def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
@@ -220,12 +214,6 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
   }
 
 
-def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
-  """Shares of each learner's time by category, and figures (book.py); None for a learner
-  without a syncer, or without a known quorum."""
-  return run.figures and run.book.summary(round(run.end_s * 1e9)) | {'note': run.spent_note}
-
-
 def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
   ledger = run.ledger
@@ -246,12 +234,8 @@ def merged_line(summary: Mapping[str, Any]) -> str:
   if not summary['outer_steps'] or merged >= 0.95 * trained:
     return ''
   parts = {'merged': merged, **summary['tokens_discarded']}.items()
-  parts_of_all = [
-    f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained
-  ]
-  return f'trained {trained:,} tokens, {", ".join(parts_of_all)}: see docs/howto/report.md' * bool(
-    parts_of_all
-  )
+  shares = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
+  return f'trained {trained:,} tokens, {", ".join(shares)}: see docs/howto/report.md' * bool(shares)
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -368,14 +352,12 @@ def _file_lines(
 
 
 def _disk_lines(summary: Mapping[str, Any]) -> list[str]:
-  """What a disk that was full, or is, has cost; nothing else in the report would say it."""
-  lines = []
-  for name, row in summary['missing_facts'].items():
-    lines.append(
-      f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '
-      'its figures are too small'
-    )
-  return lines
+  """The facts that a full disk has cost; nothing else in the report shows it."""
+  return [
+    f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '
+    'its figures are too small'
+    for name, row in summary['missing_facts'].items()
+  ]
 
 
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -41,9 +41,8 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   settings, period = (TINY, 4) if rehearse else (LARGE, 12)
   learner_overhead.CONFIGS[NAME] = 'stdlib_lm:tiny', settings, period, 1
   cores = learner_overhead.CORES
-  halves = [
-    ','.join(map(str, half)) for half in (cores[: len(cores) // 2], cores[len(cores) // 2 :])
-  ]
+  middle = len(cores) // 2
+  halves = [','.join(map(str, half)) for half in (cores[:middle], cores[middle:])]
   warm.fill(warm.configured('stdlib_lm:tiny', settings))
   learner_overhead.turn(NAME, False, 6 * period, halves, compiled=False)  # what else there is
   exchanged(out, settings)

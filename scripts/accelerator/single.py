@@ -50,9 +50,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
     out,
     'single',
     exits={name: exit.code for name, exit in exits.items()},
-    devices={
-      name: [str(device) for device in devices] for name, devices in controller.devices.items()
-    },
+    devices={name: list(map(str, devices)) for name, devices in controller.devices.items()},
     syncer_devices=list(map(str, controller.syncer_devices)),
     seconds=round(seconds, 1),
     outer_steps=summary['outer_steps'],

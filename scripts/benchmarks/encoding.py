@@ -84,9 +84,8 @@ def main() -> None:
   for (millions, name), seconds in times.items():
     row = rows.setdefault(f'{millions} Mi', {})
     if name == 'memcpy':
-      row['memcpy, GB/s'] = measured.spread(
-        [4e-9 * MILLION * millions / time_s for time_s in seconds]
-      )
+      gigabytes = 4e-9 * MILLION * millions
+      row['memcpy, GB/s'] = measured.spread([gigabytes / time_s for time_s in seconds])
     else:
       copies = times[millions, 'memcpy']
       row[name] = measured.spread([copy / time_s for copy, time_s in zip(copies, seconds)])

@@ -164,15 +164,13 @@ def report(which: str, runs_of: dict[str, list[dict]]) -> dict[str, Any]:
     figures[way]['threads_ms'] = {
       name: statistics.median(run['threads_ms'].get(name, 0.0) for run in runs) for name in names
     }
-  print(
-    f'{which}: ' + ', '.join(f'{name} {measured.text(ratio)}' for name, ratio in ratios.items())
-  )
+  texts = [f'{name} {measured.text(ratio)}' for name, ratio in ratios.items()]
+  print(f'{which}: {", ".join(texts)}')
   print(f'  {"":18}' + ''.join(f'{way:>28}' for way in runs_of))
   for name in list(figures['syncer']):
     if name != 'threads_ms':
-      cells = [
-        measured.text(figure) if (figure := figures[way].get(name)) else '' for way in runs_of
-      ]
+      rows = [figures[way].get(name) for way in runs_of]
+      cells = [measured.text(row) if row else '' for row in rows]
       print(f'  {name:18}' + ''.join(f'{cell:>28}' for cell in cells))
   for name, cpu_ms in figures['syncer']['threads_ms'].items():
     before = figures['alone']['threads_ms'].get(name, 0.0)

@@ -137,7 +137,7 @@ def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd
   for name, learner in seen.learners.items():
     steps = len(losses[name])
     assert learner.step >= 120, 'a closing sync may move the clock beyond T'
-    assert (learner.told, learner.state) == ((steps, 32 * steps), 'done')
+    assert (learner.counted, learner.state) == ((steps, 32 * steps), 'done')
     assert learner.steps[-1].loss in losses[name][-2:] and learner.tokens_per_step == 32
   assert seen.learners.keys() == losses.keys() and seen.progress == 1
   assert sorted(merged) == ['embed', 'hidden', 'out']

@@ -94,7 +94,7 @@ def test_a_long_pause_is_short_in_the_lanes_and_said():
   run = _run(pauses=[pause], end_s=1100.0)
   run['learners']['l0']['lives'][1] = [1045.0, 1050.0, 1100.0, 'ended']
   bottom = picture.draw(run).axes[1]
-  short = [state_lib.shortened([pause], at_s) for at_s in (1050.0, 1100.0)]
+  short = [state_lib.shorten([pause], at_s) for at_s in (1050.0, 1100.0)]
   assert _places(bottom, '>') == [(pytest.approx(short[0]), 1.0)] and short[1] < 200
   assert bottom.get_xlim()[1] == pytest.approx(short[1] * 1.01)
   assert bottom.get_xlabel() == 'seconds since the start, with shorter pauses'

@@ -574,7 +574,7 @@ def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_p
 def test_a_run_is_read_from_its_folder_alone(config, workdir):
   """Also when no supervisor is left to say how it ended."""
   found = folder_lib.read(workdir)
-  assert found.config.to_dict() == config.to_dict() and found.wall_seconds == 15
+  assert found.config.to_dict() == config.to_dict() and found.run.end_s == 15
   assert [found.run.fate(name) for name in found.run.learners] == ['stopped', 'stopped']
   assert found.run.syncer == 'merging'
   add(workdir, child(26, 'l1', 'refused', 'another model'))
