@@ -32,8 +32,15 @@ def exited(at_s: float, name: str, code: int, stopped: bool = False) -> tuple[st
 
 def synced(sync: int = 1, *learners: str, **more: Any) -> facts.Synced:
   zero = dict.fromkeys(('fragment', 'waited_ns', 'grace_ns', 'tokens', 'staleness'), 0)
-  told = {'sync': sync, 'version': sync, 'participants': learners or ('l0', 'l1'), 'late': ()}
-  return facts.Synced(**{**zero, **told, 'why': 'all', **more})
+  values = {'sync': sync, 'version': sync, 'participants': learners or ('l0', 'l1'), 'late': ()}
+  return facts.Synced(**{**zero, **values, 'why': 'all', **more})
+
+
+def ledger(trained: int, learners: dict[str, dict[str, int]], **more: Any) -> facts.Ledger:
+  """All tokens are merged, in one fragment, if `more` says nothing else."""
+  zero = dict.fromkeys(('unsettled', 'cancelled', 'repaired', 'skipped'), 0)
+  values = {'fragments': 1, 'merged': trained, 'discarded': {}, 'synced': 1, 'sync': 1}
+  return facts.Ledger(**zero, **{**values, 'trained': trained, 'learners': learners, **more})
 
 
 def member(learner: str, state: str, incarnation: int = 1, reason: str = ''):

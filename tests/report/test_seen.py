@@ -137,7 +137,7 @@ def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
   """The matrix, as a person sees it: text and notices, and nothing of the past."""
   so, said = test_matrix.SITUATIONS[what], []
   count = 64 if scheme == 'dark' and what in ('all train', 'its loader blocks') else 3
-  found = test_matrix.read(test_matrix.written(tmp_path, what, count), so.now)
+  found = test_matrix.read(test_matrix.write(tmp_path, what, count), so.now)
   file, told = tmp_path / 'seen.html', state_lib.state(found.run, found.config, 'run')
   file.write_text(page.inline([told]))
   how = {'viewport': view, 'color_scheme': scheme}
@@ -154,7 +154,7 @@ def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
 
 
 def test_of_many_lanes_those_that_were_killed_have_their_names(browser, tmp_path):
-  run = test_matrix.written(tmp_path, 'all train', 64)
+  run = test_matrix.write(tmp_path, 'all train', 64)
   add(run, *[exited(test_matrix.BEGAN + 50, name, -9) for name in ('l16', 'l29')])
   shown = opened(browser, run, [], viewport=browsers.DESK)
   boxes = """all => all.filter(one => one.textContent).map(one => one.getBoundingClientRect())
