@@ -76,7 +76,7 @@ def compiled() -> tuple[aot.CompiledLearner, dict[str, aot.Function]]:
   with mock.patch.dict(os.environ):
     aot.prepare()
     learner = aot.CompiledLearner(config, aot.look_up('v6e:2x2'))
-    return learner, {one.name: one for one in learner.functions()}
+    return learner, {function_.name: function_ for function_ in learner.functions()}
 
 
 @compiles

@@ -34,37 +34,37 @@ def diloco(*words: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
 # --- diloco init ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(name='mine')
-def _mine(tmp_path) -> pathlib.Path:
+@pytest.fixture(name='project')
+def _project(tmp_path) -> pathlib.Path:
   assert diloco('init', 'mine', cwd=tmp_path).returncode == 0
   return tmp_path / 'mine'
 
 
-def test_a_new_project_is_five_short_files(mine):
-  texts = {path.name: path.read_text('utf-8') for path in mine.iterdir()}
+def test_a_new_project_is_five_short_files(project):
+  texts = {path.name: path.read_text('utf-8') for path in project.iterdir()}
   assert texts.keys() == {'.gitignore', 'README.md', 'config.py', 'loop.py', 'run.sh'}
   assert all(text.count('\n') < 80 for text in texts.values())
   assert texts['README.md'].startswith('# mine\n') and 'runs/' in texts['.gitignore'].split()
-  assert os.access(mine / 'run.sh', os.X_OK)
+  assert os.access(project / 'run.sh', os.X_OK)
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.full
-def test_it_trains_two_learners_and_ends_with_the_report(mine):
-  done = run('./run.sh', '--config.train.steps=40', cwd=mine)
+def test_it_trains_two_learners_and_ends_with_the_report(project):
+  done = run('./run.sh', '--config.train.steps=40', cwd=project)
   assert done.returncode == 0
   assert re.search(r'^http://127\.0\.0\.1:\d+/$', done.stdout, re.M), 'the page'
-  (made,) = (mine / 'runs').iterdir()
+  (run_folder,) = (project / 'runs').iterdir()
   rows = re.findall(r'^learner (\S+) +(\d+) steps', done.stdout, re.M)
   assert len(dict(rows)) == 2 and all(int(steps) > 5 for _, steps in rows)
-  assert 'T = 40 inner' in done.stdout and (made / 'report' / 'index.html').is_file()
-  again = diloco('report', '--noplot', cwd=mine)
+  assert 'T = 40 inner' in done.stdout and (run_folder / 'report' / 'index.html').is_file()
+  again = diloco('report', '--noplot', cwd=project)
   assert again.returncode == 0 and rows[0][0] in again.stdout
-  assert again.stderr == f'runs/{made.name}, the newest of 1 in runs/\n'
+  assert again.stderr == f'runs/{run_folder.name}, the newest of 1 in runs/\n'
 
 
-def test_it_ends_at_once_and_says_why_if_the_syncer_does_not_start(mine):
-  done = run('./run.sh', '--config.sync.qourum=2', cwd=mine)
+def test_it_ends_at_once_and_says_why_if_the_syncer_does_not_start(project):
+  done = run('./run.sh', '--config.sync.qourum=2', cwd=project)
   assert done.returncode == 1 and 'http' not in done.stdout
   assert 'the syncer has ended' in done.stderr and 'sync.quorum?' in done.stderr
 
@@ -106,11 +106,11 @@ def test_without_a_folder_it_is_the_run_with_the_newest_record(tmp_path, monkeyp
   _record(tmp_path / 'runs/a/records/syncer.jsonl', 200)
   _record(tmp_path / 'runs/l0/records/l0.jsonl', 300)  # the folder of a learner of one of them
   (tmp_path / 'runs/empty').mkdir()
-  assert folder_lib.chosen(None) == 'runs/a'
+  assert folder_lib.choose(None) == 'runs/a'
   assert capsys.readouterr() == ('', 'runs/a, the newest of 2 in runs/\n')
   (tmp_path / 'runs/l0/config.json').touch()  # it has trained alone
-  assert folder_lib.chosen(None) == 'runs/l0'
-  assert folder_lib.chosen('runs/z') == 'runs/z'
+  assert folder_lib.choose(None) == 'runs/l0'
+  assert folder_lib.choose('runs/z') == 'runs/z'
 
 
 @pytest.mark.parametrize('command', ['status', 'report', 'evaluate', 'sample'])

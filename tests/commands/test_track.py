@@ -71,7 +71,7 @@ def _workdir(tmp_path):
 
 def test_without_a_login_it_says_what_to_do(workdir):
   _train(workdir, 1)
-  nobody = {name: one for name, one in os.environ.items() if not name.startswith('WANDB')}
+  nobody = {name: value for name, value in os.environ.items() if not name.startswith('WANDB')}
   done = subprocess.run(
     [sys.executable, '-m', 'diloco_jax', 'track', f'--workdir={workdir}'],
     cwd=ROOT,
@@ -140,8 +140,8 @@ def test_a_run_that_is_continued_continues_its_lines(workdir):
     lines.setdefault(tuple(line[:4]), []).extend(line[4])
   assert {key[1:] for key in lines} == {('l0', 'a_run', 'p'), ('syncer', 'a_run', 'p')}
   assert len(lines) == 2, 'each process has one id'
-  points = {key[1]: found for key, found in lines.items()}
-  assert [(one['clock'], one['step/loss']) for one in points['l0']] == [
+  points = {key[1]: points_ for key, points_ in lines.items()}
+  assert [(point['clock'], point['step/loss']) for point in points['l0']] == [
     (step, 5.0 - step) for step in range(1, 7)
   ]
-  assert [one['eval/loss'] for one in points['syncer']] == [6.0, 6.0]
+  assert [point['eval/loss'] for point in points['syncer']] == [6.0, 6.0]

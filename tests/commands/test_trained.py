@@ -35,9 +35,9 @@ def _config(tmp_path, monkeypatch):
   return config
 
 
-def _same(one, other) -> None:
-  assert jax.tree.structure(one) == jax.tree.structure(other)
-  jax.tree.map(np.testing.assert_array_equal, one, other)
+def _same(tree, other) -> None:
+  assert jax.tree.structure(tree) == jax.tree.structure(other)
+  jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
 @pytest.mark.parametrize('dtype', [pytest.param('float32', marks=pytest.mark.long), 'bfloat16'])
@@ -109,11 +109,11 @@ def test_a_run_keeps_its_tokenizer(config, tmp_path):
   tokenizer = tokenizer_lib.load(config.data.tokenizer, config.data.corpus)
   moved = (tmp_path / 'run').rename(tmp_path / 'moved')
   (tmp_path / 'text' / 'more.py').write_text('something else, entirely. ' * 100)
-  found = load.read(moved)
-  assert found.data.tokenizer == str(moved / 'tokenizer.json')
-  kept = tokenizer_lib.load(found.data.tokenizer, found.data.corpus)
+  moved_config = load.read(moved)
+  assert moved_config.data.tokenizer == str(moved / 'tokenizer.json')
+  kept = tokenizer_lib.load(moved_config.data.tokenizer, moved_config.data.corpus)
   assert kept.encode([LINES]) == tokenizer.encode([LINES])
-  load.write(moved, found)
+  load.write(moved, moved_config)
   with pytest.raises(ValueError, match='is not the tokenizer of the run in .*moved'):
     load.write(moved, config)
 
@@ -126,7 +126,7 @@ def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, 
   config.train.steps, config.optimizer.warmup_steps = 4, 1
   config.train.store = str(tmp_path / 'store')
   ended = diloco_jax.run(config, tmp_path / 'run')
-  assert [one.code for one in ended.exits.values()] == [0, 0]
+  assert [exit_.code for exit_ in ended.exits.values()] == [0, 0]
   params, copy = diloco_jax.load_params(tmp_path / 'run'), store_lib.Store(f'{bucket.url}/x')
   shutil.rmtree(tmp_path / 'run')
   store, url = config.train.store, f'{bucket.url}/x'

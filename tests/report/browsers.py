@@ -1,10 +1,14 @@
 """A real browser, and what one sees in it."""
 
 import contextlib
+import pathlib
 import shutil
+import threading
 from collections.abc import Iterator
 
 import pytest
+
+from diloco_jax.report import serve
 
 PHONE, DESK = {'width': 390, 'height': 800}, {'width': 1280, 'height': 900}
 # Each text that is shown with less contrast than 4.5:1, and its contrast.
@@ -29,6 +33,20 @@ _PALE = r"""() => {
     .filter(one => one.checkVisibility() && says(one))
     .map(one => [one.textContent.trim().slice(0, 40), ratio(one)]).filter(one => one[1] < 4.5);
 }"""
+
+
+@contextlib.contextmanager
+def served(workdir: pathlib.Path) -> Iterator[str]:
+  """The URL of the page of a run."""
+  server, url = serve.make(workdir)
+  thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+  thread.start()
+  try:
+    yield url
+  finally:
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 @contextlib.contextmanager

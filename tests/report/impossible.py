@@ -52,26 +52,24 @@ def _steps(workdir: pathlib.Path) -> Iterator[str]:
 
 
 def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
-  found = folder_lib.read(workdir)
-  shown, told = state_lib.state(found.run, found.config), summary_lib.summarize(found)
-  shares = {
-    'progress': shown['progress'],
-    **shown['figures'].pop('discarded', {}),
-    **shown['figures'],
-  }
-  for name, one in shown['learners'].items():
-    shares[f'goodput of {name}'] = one['goodput']
-    shares |= {f'{what} of {name}': s for what, s in one['spent_s'].items() if s < 0}
+  read = folder_lib.read(workdir)
+  shown, summary = state_lib.state(read.run, read.config), summary_lib.summarize(read)
+  discarded = shown['figures'].pop('discarded', {})
+  shares = {'progress': shown['progress'], **discarded, **shown['figures']}
+  for name, learner in shown['learners'].items():
+    shares[f'goodput of {name}'] = learner['goodput']
+    shares |= {f'{what} of {name}': s for what, s in learner['spent_s'].items() if s < 0}
   for name, share in shares.items():
     if share is not None and not (math.isfinite(share) and -1e-9 <= share <= 1 + 1e-6):
       yield f'{name} is {share}'
   metric = re.search(r'^diloco_tokens (\S+)$', serve.metrics(shown | {'figures': {}}), re.M)
-  tokens = {shown['tokens'], told['tokens_trained'], *map(float, metric.groups() if metric else ())}
+  trained, merged = summary['tokens_trained'], summary['tokens_merged']
+  tokens = {shown['tokens'], trained, *map(float, metric.groups() if metric else ())}
   if len(tokens) > 1 and max(tokens) > 1.0001 * min(tokens):
     yield f'tokens are {tokens}'
-  if told['tokens_merged'] + sum(told['tokens_discarded'].values()) > told['tokens_trained'] + 1:
-    yield f'{told["tokens_merged"]} merged, {told["tokens_discarded"]} of {told["tokens_trained"]}'
-  lines = summary_lib.text(told, workdir)
+  if merged + sum(summary['tokens_discarded'].values()) > trained + 1:
+    yield f'{merged} merged, {summary["tokens_discarded"]} of {trained}'
+  lines = summary_lib.text(summary, workdir)
   for share in re.findall(r'(-?[\d.]+)\s?%', lines):
     if not 0 <= float(share) <= 100:
       yield f'{share} % in the report'

@@ -15,6 +15,19 @@ def row(at_s: float, fact: report_facts.Fact) -> dict[str, Any]:
   return {'t_ns': 0, 'time': at_s, 'name': report_facts.name(fact), **dataclasses.asdict(fact)}
 
 
+def startup(at_s: float, phase: str) -> dict[str, Any]:
+  return row(at_s, report_facts.Startup(phase=phase, cpu_s=1.0))
+
+
+def evaluation(at_s: float, clock: int, loss: float, bits: float = 0.0) -> dict[str, Any]:
+  return row(at_s, report_facts.Eval(step=clock, loss=loss, bits_per_byte=bits))
+
+
+def joined(at_s: float, incarnation: int = 1, clock: int = 0) -> dict[str, Any]:
+  """Of the learner itself."""
+  return row(at_s, facts.State(state='joined', incarnation=incarnation, clock=clock))
+
+
 def step(at_s: float, clock: int, steps: int, loss: float = 4.0) -> dict[str, Any]:
   """Each step has 50 tokens and takes half a second."""
   fact = report_facts.Step(step=clock, steps=steps, tokens=50 * steps, loss=loss, seconds=0.5)
@@ -43,8 +56,20 @@ def ledger(trained: int, learners: dict[str, dict[str, int]], **more: Any) -> fa
   return facts.Ledger(**zero, **{**values, 'trained': trained, 'learners': learners, **more})
 
 
+def progress(learner: str, clock: int, steps: int, loss: float | None = 2.5) -> facts.Progress:
+  """Each step has 8 tokens and takes a tenth of a second."""
+  tokens, step_ns = 8 * steps, 10**8
+  return facts.Progress(
+    learner=learner, clock=clock, steps=steps, tokens=tokens, loss=loss, step_ns=step_ns
+  )
+
+
 def member(learner: str, state: str, incarnation: int = 1, reason: str = ''):
   return facts.Member(learner=learner, state=state, incarnation=incarnation, reason=reason)
+
+
+def add_of(workdir: pathlib.Path, process: str, *lines: dict[str, Any]) -> None:
+  add(workdir, *[(process, line) for line in lines])
 
 
 def add(workdir: pathlib.Path, *rows: tuple[str, dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts as report_facts
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import faults as faults_lib
@@ -68,9 +69,9 @@ KILLS = [
 def test_the_time_of_every_learner_adds_up_to_the_whole():
   book, world = simulate(KILLS, learners=3)
   for name in ('l0', 'l1', 'l2'):
-    found = book.partition(name, world.now_ns)
-    assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
-    assert all(ns >= 0 for ns in found.values()) and not found[book_lib.OTHER]
+    spent_ns = book.partition(name, world.now_ns)
+    assert sum(spent_ns.values()) == pytest.approx(world.now_ns, rel=1e-9)
+    assert all(ns >= 0 for ns in spent_ns.values()) and not spent_ns[book_lib.OTHER]
   shares = {name: book.summary(world.now_ns)['learners'][name]['shares'] for name in book.learners}
   assert shares['l0'][book_lib.MERGED] > 0.9 and book_lib.DOWN not in shares['l0']
   assert shares['l1'][book_lib.DOWN] == pytest.approx(3 / 20, abs=1e-3)
@@ -91,11 +92,11 @@ def test_in_lock_step_learners_wait_for_what_is_missing():
     plans.Fault(at_ns=14_050 * MS, kind='preempt', node='syncer', for_ns=3 * SECOND, amount=SECOND),
   ]
   book, world = simulate(plan, learners=3, quorum=3, max_lag=0, overlap=0)
-  found = book.partition('l0', world.now_ns)
-  assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
-  assert 2 < found[book_lib.QUORUM] / SECOND < 6
-  assert 1 < found[book_lib.STRAGGLER] / SECOND
-  assert 1 < found[book_lib.SYNCER_DOWN] / SECOND < 4
+  spent_ns = book.partition('l0', world.now_ns)
+  assert sum(spent_ns.values()) == pytest.approx(world.now_ns, rel=1e-9)
+  assert 2 < spent_ns[book_lib.QUORUM] / SECOND < 6
+  assert 1 < spent_ns[book_lib.STRAGGLER] / SECOND
+  assert 1 < spent_ns[book_lib.SYNCER_DOWN] / SECOND < 4
   figures = book.figures(world.now_ns)
   assert figures.uptime < 1 - 2 / 20 and figures.system_uptime < 1 - 4 / 20
 
@@ -104,9 +105,9 @@ def test_a_wait_that_has_not_ended_is_booked_by_what_was_awaited():
   book = book_lib.Book(quorum=1)
   book.waits('l0', 0)
   book.take('', 60, facts.Member(learner='l1', state='joined', incarnation=1))
-  found = book.partition('l0', 100)
-  assert (found[book_lib.QUORUM], found[book_lib.STRAGGLER]) == (60, 40)
-  assert book.partition('l0', 100) == found, 'to ask changes nothing'
+  spent_ns = book.partition('l0', 100)
+  assert (spent_ns[book_lib.QUORUM], spent_ns[book_lib.STRAGGLER]) == (60, 40)
+  assert book.partition('l0', 100) == spent_ns, 'to ask changes nothing'
 
 
 def test_outer_steps_at_one_moment_have_no_gaps():
@@ -122,7 +123,7 @@ def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
   for at_ns, category in ((10, book_lib.PREP), (15, book_lib.RESTORE), (18, book_lib.COMPILE)):
     book.enters('l0', at_ns, category)
   book.waits('l0', 30)
-  book.take('l0', 32, facts.State(state='joined', incarnation=1, clock=0))
+  book.joined('l0', 32)
   for step in range(10):
     begin_ns = 35 + 20 * step
     book.trains('l0', begin_ns)
@@ -153,8 +154,8 @@ def test_a_rare_long_wait_for_a_batch_makes_no_step_slow():
     waits_ns = 1000 * (step % 10 == 0)
     at_ns = book.learners['l0'].at_ns + 50 + waits_ns
     book.stepped('l0', at_ns, tokens=4, step_ns=50 + waits_ns, data_ns=waits_ns)
-  found = book_lib.as_shares(book.partition('l0', at_ns))
-  assert found == pytest.approx({book_lib.WASTED: 1 / 3, book_lib.DATA: 2 / 3})  # none is merged
+  shares = book_lib.as_shares(book.partition('l0', at_ns))
+  assert shares == pytest.approx({book_lib.WASTED: 1 / 3, book_lib.DATA: 2 / 3})  # none is merged
 
 
 def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps():
@@ -166,8 +167,9 @@ def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps(
     book.stepped('l0', start_ns + 30, tokens=1, step_ns=10)
     book.trained('l0', start_ns + 30)
     book.died('l0', start_ns + 40, killed=False)
-  found = book.partition('l0', 140)
-  assert (found[book_lib.INIT], found[book_lib.RESTORE], found[book_lib.AFTER_END]) == (20, 20, 80)
+  spent_ns = book.partition('l0', 140)
+  categories = book_lib.INIT, book_lib.RESTORE, book_lib.AFTER_END
+  assert [spent_ns[category] for category in categories] == [20, 20, 80]
   assert book.figures(140).uptime == 1, 'to start anew is no downtime'
 
 
@@ -208,10 +210,18 @@ def test_a_process_without_a_recorded_end_was_down_since_its_last_step():
   """The host had failed, say; the run is resumed much later."""
   book = book_lib.Book(quorum=1)
   book.starts('l0', 0)
-  book.take('l0', 10, facts.State(state='joined', incarnation=1, clock=0))
+  book.joined('l0', 10)
   book.trains('l0', 10)
   book.stepped('l0', 30, tokens=4, step_ns=20)
   book.starts('l0', 1000)
-  found = book.partition('l0', 1010)
-  assert (found[book_lib.DOWN], found[book_lib.INIT]) == (970, 20)
+  spent_ns = book.partition('l0', 1010)
+  assert (spent_ns[book_lib.DOWN], spent_ns[book_lib.INIT]) == (970, 20)
   assert book.figures(1010).uptime == pytest.approx(20 / 1000, abs=0.01)
+
+
+def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
+  book = book_lib.Book()
+  book.take('supervisor', 0, report_facts.Process(child='l0', state='starting', text=''))
+  book.take('supervisor', 10, report_facts.Exit(child='l0', pid=1, code=1))
+  spent_ns = book.partition('l0', 100)
+  assert +collections.Counter(spent_ns) == {book_lib.INIT: 10, book_lib.DOWN: 90}

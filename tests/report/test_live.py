@@ -8,31 +8,7 @@ import pytest
 from diloco_jax.protocol import facts
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import live, run_facts
-from tests.report.rows import child, member, row, step, synced
-
-
-def test_a_starting_process_tells_its_phase_and_trains_no_token_before_its_firststep():
-  run = run_facts.RunFacts(['l0', 'l1'], 100)
-  learner = run.learners['l0']
-  seen = []
-  for start_s in (0, 100):  # the second process of a learner has the rates of the first one
-    for rows in [
-      [child(start_s, 'l0', 'starting')],
-      *(
-        [('l0', row(start_s + at_s, report_facts.Startup(phase=phase, cpu_s=1.0)))]
-        for at_s, phase in enumerate(('imported', 'built', 'restored', 'compiled'), 1)
-      ),
-      [('l0', row(start_s + 5, facts.State(state='joined', incarnation=1, clock=0)))],
-    ]:
-      run.take(rows)
-      seen.append(learner.phase)
-      assert run.tokens_per_second == 0
-    run.take([('l0', step(start_s + 6, 1 + start_s // 2, 1))])
-    assert learner.phase == '' and run.tokens_per_second == 100
-    run.take([child(start_s + 50, 'l0', 'down')])
-    assert run.tokens_per_second == 0
-  phases = ['importing', 'building', 'restoring', 'compiling', 'joining', 'waiting']
-  assert seen == 2 * phases
+from tests.report.rows import child, joined, ledger, member, row, startup, step, synced
 
 
 def test_the_time_left_is_that_of_the_steps_since_a_restart():
@@ -54,15 +30,14 @@ def test_the_time_left_is_that_of_the_steps_since_a_restart():
 
 
 def _joined(at_s: float, name: str) -> list[tuple[str, dict]]:
-  state = facts.State(state='joined', incarnation=1, clock=0)
-  return [(name, row(at_s, state)), ('syncer', row(at_s, member(name, 'joined')))]
+  return [(name, joined(at_s)), ('syncer', row(at_s, member(name, 'joined')))]
 
 
 def test_the_state_tells_what_is_waited_for_and_what_is_left():
   run = run_facts.RunFacts(['l0', 'l1'], 100)
   run.take([child(0, 'l0', 'starting'), child(0, 'l1', 'starting')])
   run.take(_joined(2, 'l0'))
-  run.take([('l1', row(2, report_facts.Startup(phase='restored', cpu_s=1.0)))])
+  run.take([('l1', startup(2, 'restored'))])
   assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
 
   run.take(_joined(14, 'l1'))
@@ -77,11 +52,7 @@ def test_the_line_says_of_what_time_its_goodput_is():
   """That of the report is of all time, with the 30 s before the learner joined."""
   run = run_facts.RunFacts(['l0'], 100)
   run.take([child(0, 'l0', 'starting'), *_joined(30, 'l0'), ('l0', step(31, 1, 1))])
-  zero = dict.fromkeys(('merged', 'unsettled', 'cancelled', 'repaired', 'skipped'), 0)
-  ledger = facts.Ledger(
-    **zero, fragments=1, trained=50, synced=1, sync=1, discarded={}, learners={}
-  )
-  run.take([('syncer', row(31, synced())), ('syncer', row(31, ledger))])
+  run.take([('syncer', row(31, synced())), ('syncer', row(31, ledger(50, {}, merged=0)))])
   assert live.status_line(run).endswith('goodput since joined 50.0%')
 
 
@@ -99,9 +70,8 @@ def test_progress_and_the_time_left_are_those_of_the_global_model():
       assert run.progress == 0.5 and run.foremost == 0.96  # the next outer step is at clock 50
   assert run.progress == 0.52
   for count in range(52, 101, 2):
-    run.take(
-      [('l1', step(2 * count, count, count)), ('syncer', row(2 * count, synced(count, 'l1')))]
-    )
+    run.take([('l1', step(2 * count, count, count))])
+    run.take([('syncer', row(2 * count, synced(count, 'l1')))])
     assert run.progress == pytest.approx(min(1.0, count / 100 + 0.02))
     if count < 98:
       assert run.seconds_left == pytest.approx(2 * (98 - count))
@@ -109,11 +79,7 @@ def test_progress_and_the_time_left_are_those_of_the_global_model():
 
 @pytest.mark.parametrize(
   ('code', 'clock', 'shown'),
-  [
-    (0, 100, 'done'),
-    (0, 20, 'stopped'),
-    (1, 20, 'failed (exit code 1)'),
-  ],
+  [(0, 100, 'done'), (0, 20, 'stopped'), (1, 20, 'failed (exit code 1)')],
 )
 @pytest.mark.parametrize('syncer', [True, False])
 def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
@@ -123,7 +89,7 @@ def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
   run = run_facts.RunFacts(['l0'], 100, syncer=syncer)
   run.take([('l0', step(2 * count, clock - 30 + count, count)) for count in range(1, 31)])
   assert 'training' in live.status_line(run) and 'tokens/s' in live.status_line(run)
-  run.take([('syncer', row(60, report_facts.Startup(phase='listens', cpu_s=1.0)))] * syncer)
+  run.take([('syncer', startup(60, 'listens'))] * syncer)
   alone = facts.State(state='disconnected', incarnation=1, clock=clock)
   run.take([('l0', row(61, alone))] * syncer)
   for name in ('syncer',) * syncer + ('l0',):
@@ -131,7 +97,7 @@ def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
   dead = ', the run is dead (the syncer failed (exit code 1))' if syncer and code else ''
   assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens{dead}'
   assert run.seconds_left is None and run.syncer in (None, shown.partition(' (')[0])
-  run.take([('l0', row(70, report_facts.Startup(phase='restored', cpu_s=1.0)))])
+  run.take([('l0', startup(70, 'restored'))])
   assert 'l0 compiling' in live.status_line(run)
   run.take([('l0', step(80, clock, 1))])
   assert 'l0 training' in live.status_line(run)
@@ -180,18 +146,8 @@ def test_a_line_fills_the_terminal(monkeypatch):
     assert after.startswith('    ') and len(f'{line} {after.split()[0]}') > 80
 
 
-def test_the_line_of_a_run_that_closes_tells_for_whom_it_waits():
-  run = run_facts.RunFacts(['l0'], 100)
-  run.take([child(0, 'syncer', 'starting'), child(0, 'l0', 'starting'), *_joined(1, 'l0')])
-  run.take([('l0', step(2, 1, 1)), ('syncer', row(3, synced(1, 'l0')))])
-  closing = facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
-  run.take([('syncer', row(4, closing))])
-  said = 'the run is closing (it waits for l0 (training), at most 9 s more)'
-  assert live.status_line(run).endswith(said)
-
-
 def test_a_syncer_whose_records_begin_after_those_of_a_learner_is_told_of():
   run = run_facts.RunFacts((), 100, syncer=False)
-  row = {'name': 'startup', 'time': 1.0, 't_ns': 1, 'phase': 'assembled', 'cpu_s': 1.0}
-  run.take([('l0', row), ('syncer', row), ('syncer', row | {'phase': 'listens'})])
+  first = startup(1, 'assembled')
+  run.take([('l0', first), ('syncer', first), ('syncer', startup(1, 'listens'))])
   assert run.condition('syncer').state == 'waiting'

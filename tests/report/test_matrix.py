@@ -51,8 +51,8 @@ def of_member(at: float, *what: Any) -> tuple[str, dict[str, Any]]:
   return 'syncer', row(BEGAN + at, member('l0', 'lost', 1, *what))
 
 
-def is_about(one: tuple[str, dict[str, Any]], name: str) -> bool:
-  return name in (one[0], one[1].get('child'), one[1].get('learner'))
+def is_about(record: tuple[str, dict[str, Any]], name: str) -> bool:
+  return name in (record[0], record[1].get('child'), record[1].get('learner'))
 
 
 def training(count: int, until: int = 20) -> Rows:
@@ -99,8 +99,8 @@ def to_the_end(n: int) -> Rows:
 
 def to_the_end_without_l0(n: int) -> Rows:
   """The run is over before l0, which was killed, could be started again."""
-  others = [one for one in to_the_end(n) if not is_about(one, 'l0')]
-  l0 = [one for one in training(n) if is_about(one, 'l0')]
+  others = [record for record in to_the_end(n) if not is_about(record, 'l0')]
+  l0 = [record for record in training(n) if is_about(record, 'l0')]
   down = child(BEGAN + 30, 'l0', 'down', 'killed; restart in 300 s')
   return [*others, *l0, exited(BEGAN + 30, 'l0', -9), down]
 
@@ -145,7 +145,7 @@ def syncer(state_: str, run: str, *rows: Any, says: str = '', **more: Any) -> Si
 
 
 def without(rows: Callable[[int], Rows], is_left_out: Callable[[Any], bool]) -> Any:
-  return lambda n: [one for one in rows(n) if not is_left_out(one)]
+  return lambda n: [record for record in rows(n) if not is_left_out(record)]
 
 
 QUARANTINE = 'quarantined: NaN or Inf'
@@ -195,7 +195,7 @@ SITUATIONS = {
   'its loader blocks, elsewhere': Situation(
     without(
       then(no_step(62, 'reading', 33, 'syncer'), quiet=('l0',)),
-      lambda one: one[0] == 'l0' or one[1].get('child') == 'l0',
+      lambda record: record[0] == 'l0' or record[1].get('child') == 'l0',
     ),
     *(63, 'l0', 'no step', 'training', 'no step.*reads its next batch'),
   ),
@@ -206,11 +206,11 @@ SITUATIONS = {
   ),
   'it is killed': learner('down', DOWN, KILLED, DOWN),
   'it was killed by hand': Situation(
-    without(then(KILLED, quiet=('l0',)), lambda one: one[1].get('state') == 'starting'),
+    without(then(KILLED, quiet=('l0',)), lambda record: record[1].get('state') == 'starting'),
     *(61, 'l0', 'killed', 'training', 'killed'),
   ),
   'nobody saw it end': Situation(
-    without(then(of_member(40, 'lease'), quiet=('l0',)), lambda one: one[0] == 'supervisor'),
+    without(then(of_member(40, 'lease'), quiet=('l0',)), lambda record: record[0] == 'supervisor'),
     *(61, 'l0', 'lost', 'training', 'lost'),
   ),
   'it sends NaN': learner(
@@ -236,7 +236,7 @@ SITUATIONS = {
   'it has trained to the end': learner('trained', state(60, 'trained')),
   'the end waits for it': Situation(
     then(no_step(60, 'reading', 31), ('syncer', row(BEGAN + 60, CLOSING)), quiet=('l0',)),
-    *(61, 'syncer', 'merging', 'closing', 'no step'),
+    *(61, 'syncer', 'merging', 'closing', r'for l0 \(no step .*\), at most 8 s more'),
   ),
   'the others are at the end': Situation(
     then(

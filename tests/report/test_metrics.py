@@ -1,9 +1,7 @@
 """/metrics of a syncer and a learner: what they tell, to whom, and that training never waits."""
 
 import contextlib
-import dataclasses
 import http.client
-import json
 import pathlib
 import signal
 import socket
@@ -17,11 +15,9 @@ import pytest
 from prometheus_client import parser
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts
-from diloco_jax.report import facts as report_facts
-from diloco_jax.report import records as records_lib
 from diloco_jax.report import serve
 from tests.launch.lib import command_line
+from tests.report.rows import add_of, evaluation, member, progress, row
 
 DEADLINE_S = 240
 
@@ -51,31 +47,18 @@ def until(port: int, name: str, learner: str = '', above: float = 0.0) -> float:
   return value
 
 
-def add(workdir: pathlib.Path, *told: report_facts.Fact) -> None:
-  path = workdir / records_lib.RECORDS / 'syncer.jsonl'
-  path.parent.mkdir(exist_ok=True)
-  with open(path, 'a', encoding='utf-8') as file:
-    for fact in told:
-      line = {'t_ns': 0, 'time': time.time(), 'name': report_facts.name(fact)}
-      file.write(json.dumps({**line, **dataclasses.asdict(fact)}) + '\n')
-
-
-def progress(steps: int) -> facts.Progress:
-  fields = {field.name: 0 for field in dataclasses.fields(facts.Progress)}
-  told = {'learner': 'l0', 'clock': steps, 'steps': steps, 'tokens': 5 * steps, 'loss': 2.5}
-  return facts.Progress(**{**fields, **told})
-
-
 def test_a_program_that_starts_again_tells_of_itself_alone(tmp_path):
-  joined = facts.Member(learner='l0', state='joined', incarnation=1)
-  add(tmp_path, joined, progress(100), report_facts.Eval(step=1, loss=9.0))
+  joined, now_s = member('l0', 'joined'), time.time()
+  lines = [row(now_s, joined), row(now_s, progress('l0', 100, 100)), evaluation(now_s, 1, 9.0)]
+  add_of(tmp_path, 'syncer', *lines)
   port = serve.serve_metrics(stdlib_lm.get_config('tiny'), str(tmp_path), 'syncer', 0)
   assert figures(port) == {}
-  add(tmp_path, joined, progress(100), progress(120), report_facts.Eval(step=2, loss=3.0))
-  assert until(port, 'diloco_tokens') == 100
-  found = figures(port)
-  assert found['diloco_held_out_loss', ''] == 3.0
-  assert found['diloco_learner_loss', 'l0'] == 2.5 and found['diloco_learner_step', 'l0'] == 120
+  later = row(now_s, progress('l0', 120, 120)), evaluation(now_s, 2, 3.0)
+  add_of(tmp_path, 'syncer', *lines[:2], *later)
+  assert until(port, 'diloco_tokens') == 8 * 20
+  values = figures(port)
+  assert values['diloco_held_out_loss', ''] == 3.0
+  assert values['diloco_learner_loss', 'l0'] == 2.5 and values['diloco_learner_step', 'l0'] == 120
 
 
 def test_it_only_reads_and_has_one_thread_whoever_connects(tmp_path, monkeypatch):
@@ -109,11 +92,11 @@ def started(command: str, workdir: pathlib.Path, *words: str) -> Iterator[subpro
 
 def line(process: subprocess.Popen, words: str) -> str:
   said = []
-  for one in process.stdout:
-    said.append(one)
-    if words in one:
+  for text in process.stdout:
+    said.append(text)
+    if words in text:
       threading.Thread(target=process.stdout.read, daemon=True).start()
-      return one.strip()
+      return text.strip()
   raise AssertionError(''.join(said))
 
 
@@ -126,7 +109,7 @@ def test_a_syncer_and_a_learner_serve_their_own_while_they_train(tmp_path):
     started('syncer', tmp_path, '--metrics_port=0') as first,
     started('learner', tmp_path, *learner, '--metrics_port=0') as second,
   ):
-    ports = [int(line(one, '/metrics is served').split()[-1]) for one in (first, second)]
+    ports = [int(line(process, '/metrics is served').split()[-1]) for process in (first, second)]
     until(ports[0], 'diloco_learner_step', 'l0')
     silent = socket.create_connection(('127.0.0.1', ports[1]))
     step = until(ports[1], 'diloco_learner_step', 'l0')
@@ -146,8 +129,8 @@ def test_a_syncer_and_a_learner_serve_their_own_while_they_train(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_a_port_that_is_in_use_stops_no_training(tmp_path):
-  with socket.create_server(('', 0)) as taken:
-    port = taken.getsockname()[1]
+  with socket.create_server(('', 0)) as in_use:
+    port = in_use.getsockname()[1]
     with started('syncer', tmp_path, f'--metrics_port={port}') as process:
       said = line(process, 'metrics')
       assert said == f'/metrics is not served, port {port}: Address already in use'

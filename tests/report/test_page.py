@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import hypothesis
@@ -29,7 +28,8 @@ from diloco_jax.report import page, picture, serve
 from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
 from tests.launch.lib import command_line
-from tests.report.rows import add, child, exited, member, row, step
+from tests.report import browsers
+from tests.report.rows import add, add_of, child, evaluation, exited, member, row, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 2_000
@@ -44,18 +44,17 @@ def _workdir(tmp_path) -> pathlib.Path:
   add(tmp_path, *killed, child(70, 'l0', 'starting', 'restarted'))
   before = [step(10 + i / 40, i + 1, i + 1, 5 - i / STEPS) for i in range(STEPS)]
   after = [step(80 + i, STEPS + i, i + 1, 4.0) for i in range(10)]
-  add(tmp_path, *[('l0', one) for one in (*before, *after)])
+  add_of(tmp_path, 'l0', *before, *after)
   own = step(11, 1, 1, math.nan), step(12, 2, 2, 4.5), step(65, 3, 3, 4.5)
-  add(tmp_path, *[('l1', one) for one in own])
+  add_of(tmp_path, 'l1', *own)
   joined, left = member('l1', 'joined'), member('l1', 'lost', 1, 'left: done')
-  told = row(9, joined), row(85, report_facts.Eval(step=2, loss=3.25)), row(90, left)
-  add(tmp_path, *[('syncer', one) for one in told])
+  add_of(tmp_path, 'syncer', row(9, joined), evaluation(85, 2, 3.25), row(90, left))
   return tmp_path
 
 
 def read(workdir: pathlib.Path) -> dict:
-  found = folder_lib.read(workdir)
-  return state_lib.state(found.run, found.config, workdir.name)
+  run = folder_lib.read(workdir)
+  return state_lib.state(run.run, run.config, workdir.name)
 
 
 def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
@@ -83,24 +82,22 @@ def test_a_curve_has_few_points_however_long_the_run_is(workdir):
 
 
 def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
-  found = read(workdir)
-  assert found['learners']['l1']['curve'][1] == [None, 4.5, 4.5, None]
-  json.dumps(found, allow_nan=False)
+  state = read(workdir)
+  assert state['learners']['l1']['curve'][1] == [None, 4.5, 4.5, None]
+  json.dumps(state, allow_nan=False)
 
 
 def test_no_line_joins_held_out_points_that_are_far_apart(workdir):
   assert read(workdir)['held_out'][1] == [3.25]
-  told = [row(91 + i, report_facts.Eval(step=10 * i, loss=5 - i / 10)) for i in range(1, 5)]
-  add(
-    workdir, *[('syncer', one) for one in (*told, row(99, report_facts.Eval(step=STEPS, loss=3.0)))]
-  )
+  rows = [evaluation(91 + i, 10 * i, 5 - i / 10) for i in range(1, 5)]
+  add_of(workdir, 'syncer', *rows, evaluation(99, STEPS, 3.0))
   tokens, losses = read(workdir)['held_out']
   assert losses == [3.25, 4.9, 4.8, 4.7, 4.6, None, 3.0] and tokens == sorted(tokens)
 
 
 def test_a_line_joins_the_few_held_out_points_of_a_short_run(workdir):
-  told = [row(91 + i, report_facts.Eval(step=i * STEPS // 3, loss=5 - i)) for i in range(1, 4)]
-  add(workdir, *[('syncer', one) for one in told])
+  rows = [evaluation(91 + i, i * STEPS // 3, 5 - i) for i in range(1, 4)]
+  add_of(workdir, 'syncer', *rows)
   assert read(workdir)['held_out'][1] == [3.25, 4, 3, 2]
 
 
@@ -109,27 +106,26 @@ def test_learners_with_models_of_their_own_have_losses_with_a_unit_and_a_curve(w
   config = stdlib_lm.get_config('tiny')
   config.task = 'lora_decoder.py:task'
   load.write(workdir, config)
-  own = [report_facts.Eval(step=i, loss=3 - i / 10, bits_per_byte=4.0) for i in range(3)]
-  add(workdir, *[('l0', row(91 + i, one)) for i, one in enumerate(own)])
-  found = read(workdir)
-  tokens, losses = found['learners']['l0']['held_out']
+  add_of(workdir, 'l0', *[evaluation(91 + i, i, 3 - i / 10, 4.0) for i in range(3)])
+  state = read(workdir)
+  tokens, losses = state['learners']['l0']['held_out']
   assert losses == [3.0, 2.9, 2.8] and tokens == sorted(tokens) and tokens[0] > 0
-  told = summary_lib.text(summary_lib.write(workdir), workdir, 200)
-  assert 'own (nats per byte, on unseen data)\n           l0  3.000 before, 2.800 after' in told
-  figure = picture.draw(found)
+  text = summary_lib.text(summary_lib.write(workdir), workdir, 200)
+  assert 'own (nats per byte, on unseen data)\n           l0  3.000 before, 2.800 after' in text
+  figure = picture.draw(state)
   lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
   assert lines['learner l0, held-out loss'] == losses
 
 
 def test_a_process_that_starts_is_drawn_up_to_now_and_one_that_steps_up_to_its_last_fact(workdir):
   add(workdir, child(95, 'l1', 'starting'), child(99, 'l2', 'starting'))
-  found = read(workdir)
-  assert found['learners']['l1']['lives'][-1] == [95.0, None, 99.0, '']
-  assert found['learners']['l0']['lives'][-1] == [70.0, 80.0, 89.0, '']
+  state = read(workdir)
+  assert state['learners']['l1']['lives'][-1] == [95.0, None, 99.0, '']
+  assert state['learners']['l0']['lives'][-1] == [70.0, 80.0, 89.0, '']
 
 
 def test_a_program_that_failed_says_why(workdir):
-  assert not any('failed' in one or 'refused' in one for one in read(workdir)['notices'])
+  assert not any('failed' in notice or 'refused' in notice for notice in read(workdir)['notices'])
   add(workdir, child(99, 'l0', 'failed', 'exit code 1'), child(99, 'syncer', 'refused', 'no disk'))
   whole, program, *_ = read(workdir)['notices']
   assert whole.startswith('The run is dead: the syncer refused (no disk), 0 s ago. Read logs/sync')
@@ -137,25 +133,27 @@ def test_a_program_that_failed_says_why(workdir):
 
 
 def test_the_mean_pace_of_a_run_that_has_ended_is_told(workdir):
-  found = read(workdir)
-  assert found['learners']['l0']['mean_tokens_per_second'] == pytest.approx(
-    50 * 2_010 / 79, rel=1e-3
-  )
-  assert found['mean_tokens_per_second'] == pytest.approx(50 * 2_013 / 79, rel=1e-3)
-  assert found['learners']['l0']['loss'] == 4.0  # the mean of the last ten, as in the report
+  state = read(workdir)
+  l0 = state['learners']['l0']
+  assert l0['mean_tokens_per_second'] == pytest.approx(50 * 2_010 / 79, rel=1e-3)
+  assert state['mean_tokens_per_second'] == pytest.approx(50 * 2_013 / 79, rel=1e-3)
+  assert l0['loss'] == 4.0  # the mean of the last ten, as in the report
 
 
 @hypothesis.given(st.floats(-9, 4), st.floats(0.002, 9), st.booleans())
 def test_the_axis_of_a_loss_has_three_numbers_or_more_and_none_overlap(power, decades, log):
   low, high = 10**power, 10 ** (power + decades)
-  found = picture.ticks(low, high, log)
+  numbers = picture.ticks(low, high, log)
   assert (
-    3 <= len(found) <= 8 and found == sorted(set(found)) and low <= found[0] and found[-1] <= high
+    3 <= len(numbers) <= 8
+    and numbers == sorted(set(numbers))
+    and low <= numbers[0]
+    and numbers[-1] <= high
   )
   place = math.log if log else float
   apart = (place(high) - place(low)) / 13
-  assert all(place(b) - place(a) > 0.999 * apart for a, b in itertools.pairwise(found))
-  assert len({f'{x:g}' for x in found}) == len(found)
+  assert all(place(b) - place(a) > 0.999 * apart for a, b in itertools.pairwise(numbers))
+  assert len({f'{x:g}' for x in numbers}) == len(numbers)
 
 
 def test_every_category_of_time_has_words_and_a_colour_of_its_own():
@@ -169,7 +167,7 @@ def test_every_category_of_time_has_words_and_a_colour_of_its_own():
 def test_events_are_the_newest_first_and_who_left_or_was_killed_was_not_lost(workdir):
   lost = [row(at_s, member('l0', 'lost', 1, f'at {at_s}')) for at_s in (59, 88)]
   joined = [row(at_s, member('l0', 'joined', n)) for n, at_s in enumerate((8, 81), 1)]
-  add(workdir, *[('syncer', one) for one in (joined[0], lost[0], joined[1], lost[1])])
+  add_of(workdir, 'syncer', joined[0], lost[0], joined[1], lost[1])
   events = read(workdir)['events']
   assert [what for _, _, what in events if what.startswith('lost')] == ['lost: at 88']
   assert [at_s for at_s, *_ in events] == sorted((at_s for at_s, *_ in events), reverse=True)
@@ -194,12 +192,12 @@ class _Links(html.parser.HTMLParser):
 
 
 def test_the_inlined_page_is_one_file_with_the_runs(workdir):
-  found = [read(workdir), read(workdir) | {'name': '</script><b>&"'}]
-  text = page.inline(found)
+  states = [read(workdir), read(workdir) | {'name': '</script><b>&"'}]
+  text = page.inline(states)
   parsed = _Links(text)
   assert parsed.links == ['data:,', '#words']
   assert not re.search('https?:', text)
-  assert json.loads(parsed.data) == found
+  assert json.loads(parsed.data) == states
   assert 'Permission is hereby granted' in text  # the licence of the charts goes with them
   assert len(text) < 150_000
 
@@ -210,16 +208,11 @@ def test_the_files_are_those_that_the_page_loads():
 
 @pytest.fixture(name='port')
 def _port(workdir):
-  server, url = serve.make(workdir)
-  thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
-  thread.start()
-  port = int(re.fullmatch(r'http://127\.0\.0\.1:(\d+)/', url)[1])
-  while json.loads(ask(port, '/run.json')[1])['behind']:  # an answer reads for half a second
-    time.sleep(0.05)
-  yield port
-  server.shutdown()
-  server.server_close()
-  thread.join()
+  with browsers.served(workdir) as url:
+    port = int(re.fullmatch(r'http://127\.0\.0\.1:(\d+)/', url)[1])
+    while json.loads(ask(port, '/run.json')[1])['behind']:  # an answer reads for half a second
+      time.sleep(0.05)
+    yield port
 
 
 def ask(port: int, path: str, method: str = 'GET', **headers: str) -> tuple[int, str, dict]:
@@ -253,7 +246,7 @@ def test_scripts_come_from_itself_alone(port):
 
 def test_the_state_follows_the_records(port, workdir):
   before = json.loads(ask(port, '/run.json')[1])
-  still = lambda found: {name: found[name] for name in ('tokens', 'held_out', 'events', 'pauses')}
+  still = lambda state: {name: state[name] for name in ('tokens', 'held_out', 'events', 'pauses')}
   assert still(before) == still(read(workdir)) and not before['behind']
   add(workdir, ('l7', step(95, 2_500, 1, 3.0)))  # that nobody has told of
   while 'l7' not in (now := json.loads(ask(port, '/run.json')[1]))['learners']:
@@ -282,11 +275,10 @@ def test_events_are_sent_as_they_come(port, workdir):
 
 
 def test_the_page_tells_how_many_follow_the_run_and_how_far_behind_they_are(workdir):
-  found = read(workdir)
-  assert (found['followers'], found['versions_behind']) == (0, 0)
-  add(workdir, ('syncer', row(100, report_facts.Followers(count=3, behind=7))))
-  found = read(workdir)
-  assert (found['followers'], found['versions_behind']) == (3, 7)
+  figures = lambda state: (state['followers'], state['versions_behind'])
+  assert figures(read(workdir)) == (0, 0)
+  add_of(workdir, 'syncer', row(100, report_facts.Followers(count=3, behind=7)))
+  assert figures(read(workdir)) == (3, 7)
 
 
 def test_prometheus_reads_the_metrics(port):
@@ -294,24 +286,25 @@ def test_prometheus_reads_the_metrics(port):
   families = list(parser.text_string_to_metric_families(text))
   documented = (ROOT / 'docs' / 'reference' / 'metrics.md').read_text()
   assert all(family.type == 'gauge' and f'`{family.name}`' in documented for family in families)
-  found = {
+  samples = {
     (sample.name, sample.labels.get('learner')): sample.value
     for family in families
     for sample in family.samples
   }
-  assert found['diloco_held_out_loss', None] == 3.25
-  assert found['diloco_learner_step', 'l0'] == STEPS + 9
-  assert found['diloco_tokens', None] == 50 * (STEPS + 13)
-  assert found['diloco_learner_connected', 'l1'] == found['diloco_learners_connected', None] == 0
+  assert samples['diloco_held_out_loss', None] == 3.25
+  assert samples['diloco_learner_step', 'l0'] == STEPS + 9
+  assert samples['diloco_tokens', None] == 50 * (STEPS + 13)
+  assert (
+    samples['diloco_learner_connected', 'l1'] == samples['diloco_learners_connected', None] == 0
+  )
   assert all(family.documentation for family in families)
 
 
 def test_the_command_serves_a_run_until_ctrl_c(workdir):
   command = [sys.executable, '-m', 'diloco_jax', 'status', f'--workdir={workdir}']
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
-    url = program.stdout.readline().strip()
-    assert ask(int(url.strip('/').rpartition(':')[2]), '/run.json')[0] == 200
-    port = url.strip('/').rpartition(':')[2]
+    port = program.stdout.readline().strip('/\n').rpartition(':')[2]
+    assert ask(int(port), '/run.json')[0] == 200
     done = command_line.diloco('status', f'--workdir={workdir}', f'--port={port}')
     assert done.returncode == 42 and f'port {port} is in use' in done.stderr
     program.send_signal(signal.SIGINT)

@@ -38,8 +38,8 @@ def _run(**changed) -> dict:
 
 
 def _places(axes, marker: str) -> list[tuple[float, float]]:
-  found = [line for line in axes.get_lines() if line.get_marker() == marker]
-  return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in found]
+  marks = [line for line in axes.get_lines() if line.get_marker() == marker]
+  return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in marks]
 
 
 def test_losses_with_gaps_are_on_a_logarithmic_axis_and_losses_below_0_are_not():
@@ -65,12 +65,12 @@ def test_the_axis_of_the_losses_has_three_numbers_that_do_not_touch(losses):
   figure = picture.draw(_run(learners={'l0': learner}, held_out=([], [])))
   figure.draw_without_rendering()
   axes = figure.axes[0]
-  shown = [one.label1.get_window_extent() for one in axes.yaxis.get_major_ticks()]
+  shown = [tick.label1.get_window_extent() for tick in axes.yaxis.get_major_ticks()]
   assert len(shown) >= 3 and all(a.y1 < b.y0 for a, b in itertools.pairwise(shown))
   low, high = axes.get_ylim()
   assert low < min(losses) and max(losses) < high < 2 * max(losses)
-  told, numbers = axes.texts[0].get_window_extent(), axes.xaxis.get_tightbbox()
-  assert told.y0 > numbers.y1, 'the name of the killed one is no number of the axis below'
+  name, numbers = axes.texts[0].get_window_extent(), axes.xaxis.get_tightbbox()
+  assert name.y0 > numbers.y1, 'the name of the killed one is no number of the axis below'
 
 
 def test_a_death_is_marked_on_the_curve_and_in_the_lane():

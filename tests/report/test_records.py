@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 import resource
 import sys
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,18 @@ import pytest
 import diloco_jax
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts, formats, safe_json
-from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 from diloco_jax.report import state as state_lib
 from tests.launch.lib import command_line
-from tests.report.rows import member, row, synced
+from tests.report.rows import child, joined, member, progress, row, synced
+
+
+def write_lines(workdir: pathlib.Path, name: str, lines: Iterable[dict[str, Any]]) -> None:
+  path = workdir / records_lib.RECORDS / f'{name}.jsonl'
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
 
 
 def step(number: int) -> report_facts.Step:
@@ -79,31 +86,21 @@ def test_a_line_that_is_far_too_long_is_skipped_in_parts(tmp_path, monkeypatch):
 
 
 def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
-  folder = tmp_path / 'records'
-  folder.mkdir()
   tails = records_lib.TailAll(tmp_path)
   assert tails.read() == []
   for name, times in (('a', (1, 3)), ('b', (2, 4))):
-    (folder / f'{name}.jsonl').write_text(
-      ''.join(json.dumps({'name': 'x', 'time': t}) + '\n' for t in times)
-    )
+    write_lines(tmp_path, name, [{'name': 'x', 'time': t} for t in times])
   streamed = list(records_lib.TailAll(tmp_path).stream())
-  assert [(name, fact['time']) for name, fact in streamed] == [
-    ('a', 1),
-    ('b', 2),
-    ('a', 3),
-    ('b', 4),
-  ]
+  assert [(name, fact['time']) for name, fact in streamed] == [*zip('abab', (1, 2, 3, 4))]
   assert tails.read() == streamed
   assert next(diloco_jax.records(tmp_path)) == {'process': 'a', 'name': 'x', 'time': 1}
-  (folder / 'c.jsonl').write_text('{"name": "x", "time": 0}\n')
+  write_lines(tmp_path, 'c', [{'name': 'x', 'time': 0}])
   assert [name for name, _ in tails.read()] == ['c']
 
 
 @pytest.mark.parametrize('jump_s', [-7200, 7200])
 def test_the_times_of_a_program_never_go_back_and_nothing_is_left_out(jump_s, tmp_path):
   """A clock that is set within a process, and another machine that goes on."""
-  (tmp_path / 'records').mkdir()
   opening = {'name': 'records', **formats.stamp('records')}
   wall_s = [*range(60), *range(60 + jump_s, jump_s + 90)]
   lines = [opening | {'t_ns': 1, 'time': 0}]
@@ -111,13 +108,12 @@ def test_the_times_of_a_program_never_go_back_and_nothing_is_left_out(jump_s, tm
   lines += [opening | {'t_ns': 1, 'time': -5000}]  # where a clock is behind
   lines += [{'name': 'x', 't_ns': (k + 1) * 10**9, 'time': k - 5000} for k in range(9)]
   for name in ('l0', 'l1'):
-    text = ''.join(json.dumps(line) + '\n' for line in lines[: 60 if name == 'l1' else None])
-    (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
-  found = records_lib.TailAll(tmp_path).read()
-  times = {name: [fact['time'] for who, fact in found if who == name] for name in ('l0', 'l1')}
+    write_lines(tmp_path, name, lines[: 60 if name == 'l1' else None])
+  rows = records_lib.TailAll(tmp_path).read()
+  times = {name: [fact['time'] for who, fact in rows if who == name] for name in ('l0', 'l1')}
   assert times['l0'] == pytest.approx([*range(90), *range(89, 98)], abs=2)
   assert times['l1'] == times['l0'][:59]
-  assert found == list(records_lib.TailAll(tmp_path).stream())
+  assert rows == list(records_lib.TailAll(tmp_path).stream())
 
 
 @pytest.mark.parametrize('again', [False, True])
@@ -125,7 +121,6 @@ def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_pars
   again, tmp_path, monkeypatch
 ):
   """`again`: a syncer on a host whose clock is behind goes on before the learner joins."""
-  (tmp_path / 'records').mkdir()
   opening = {'name': 'records', **formats.stamp('records'), 't_ns': 1}
   line = lambda at_s, name, **more: {'t_ns': at_s * 10**9, 'time': at_s, 'name': name, **more}
   syncer = [opening | {'time': 0}, *(line(at_s, 'synced') for at_s in range(1, 300))]
@@ -134,16 +129,15 @@ def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_pars
     syncer += [line(at_s, 'synced') | {'time': at_s - 5000} for at_s in range(1, 300)]
   joined = syncer[-1] | {'name': 'member', 'learner': 'l0', 'state': 'joined', 'incarnation': 1}
   learner = [line(7000, 'startup'), line(7001, 'state', state='joined', incarnation=1)]
-  for name, rows in ('syncer', [*syncer, joined]), ('l0', [*learner, line(7002, 'step')]):
-    text = ''.join(json.dumps(row) + '\n' for row in rows)
-    (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
+  write_lines(tmp_path, 'syncer', [*syncer, joined])
+  write_lines(tmp_path, 'l0', [*learner, line(7002, 'step')])
   parsed, parse = [], safe_json.parse
   monkeypatch.setattr(safe_json, 'parse', lambda *of, **how: parsed.append(of) or parse(*of, **how))
-  found = list(records_lib.TailAll(tmp_path).stream())
-  at_s = {row['name']: row['time'] for _, row in found}
+  rows = list(records_lib.TailAll(tmp_path).stream())
+  at_s = {row['name']: row['time'] for _, row in rows}
   assert at_s['step'] == pytest.approx(at_s['member'], abs=3)
   assert at_s['member'] == pytest.approx(299 + 298 * again, abs=3)
-  assert len(parsed) < len(found) + 10
+  assert len(parsed) < len(rows) + 10
 
 
 def test_a_folder_without_records_is_named(tmp_path):
@@ -179,9 +173,9 @@ def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsy
   recorder.report(step(4))
   recorder.close()
   tail = records_lib.Tail(path)
-  found = [report_facts.parse(row) for row in tail.read()]
+  facts_ = [report_facts.parse(row) for row in tail.read()]
   missing = [report_facts.Missing(facts=count, error='File too large') for count in (1, 2)]
-  assert found == [missing[0], step(1), missing[1], step(4)]
+  assert facts_ == [missing[0], step(1), missing[1], step(4)]
   assert path.read_text().count('"name": "records"') == 1, 'what a process writes first'
   assert capsys.readouterr().err.count('records are incomplete') == 1
 
@@ -213,16 +207,9 @@ def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records_lib.Recorder(tmp_path, 'l0')
   recorder.config({'train': {'steps': 24}})
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
-  cost = report_facts.Cost(
-    parameters=10**9,
-    tokens=65_536,
-    devices=16,
-    kind='TPU v6 lite',
-    flops=412e12,
-    peak_flops=918e12,
-    memory_bytes=28 << 30,
-    memory_limit_bytes=32 << 30,
-  )
+  of_chip = {'kind': 'TPU v6 lite', 'peak_flops': 918e12, 'memory_limit_bytes': 32 << 30}
+  of_step = {'parameters': 10**9, 'tokens': 65_536, 'devices': 16, 'flops': 412e12}
+  cost = report_facts.Cost(**of_chip, **of_step, memory_bytes=28 << 30)
   loss, slow = {'loss': 3.0214}, dataclasses.replace(cost, flops=0.0)
   recorder.completed(20, 0.187, loss, slow)
   recorder.completed(99_990, 1.187, loss, cost)
@@ -270,16 +257,8 @@ def test_rows_that_are_no_facts_are_skipped():
 
 def test_the_fold_follows_a_process():
   run = run_facts.RunFacts(['l0', 'l1'], total_steps=100)
-  adopted = facts.Adopted(
-    fragment=0,
-    version=1,
-    sync=7,
-    clock=41,
-    steps_between=4,
-    whole=False,
-    staleness=1,
-    reason='',
-  )
+  of_sync = {'fragment': 0, 'version': 1, 'sync': 7, 'clock': 41, 'reason': ''}
+  adopted = facts.Adopted(**of_sync, steps_between=4, whole=False, staleness=1)
   last = report_facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
   for process, fact in (
     ('supervisor', report_facts.Process(child='l0', state='starting', text='')),
@@ -292,36 +271,30 @@ def test_the_fold_follows_a_process():
   ):
     run.take([(process, row(1.0, fact))])
   learner = run.learners['l0']
-  assert (learner.state, learner.step, learner.incarnation, learner.staleness) == (
-    'training',
-    41,
-    2,
-    1,
-  )
+  figures = learner.step, learner.incarnation, learner.staleness
+  assert (learner.state, *figures) == ('training', 41, 2, 1)
   assert learner.tokens_per_second == 200 and len(learner.merged_s) == 1
   assert run.progress == 0.08  # the next outer step is the one of clock 8
   assert (run.synced.sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
-  run.take(
-    [('supervisor', row(2.0, report_facts.Process(child='l0', state='down', text='killed')))]
-  )
+  run.take([child(2.0, 'l0', 'down', 'killed')])
   assert (learner.state, run.tokens_per_second) == ('down', 0)
 
 
 def test_a_learner_that_joins_by_hand_is_followed():
   run = run_facts.RunFacts(['l0'], total_steps=10)
 
-  def told(state: str, reason: str = '') -> tuple[str, dict[str, Any]]:
+  def of_hand(state: str, reason: str = '') -> tuple[str, dict[str, Any]]:
     return 'syncer', row(1.0, member('hand', state, 1, reason))
 
-  run.take([told('waits')])
+  run.take([of_hand('waits')])
   assert list(run.learners) == ['l0']
-  run.take([told('joined'), ('hand', row(2.0, step(5)))])
+  run.take([of_hand('joined'), ('hand', row(2.0, step(5)))])
   assert list(run.learners) == ['l0', 'hand']
   hand = run.learners['hand']
   assert (hand.state, hand.step, hand.incarnation) == ('training', 5, 1)
-  run.take([told('lost', 'lease expired')])
+  run.take([of_hand('lost', 'lease expired')])
   assert hand.state == 'down'
-  run.take([told('joined'), told('lost', 'left: done')])
+  run.take([of_hand('joined'), of_hand('lost', 'left: done')])
   assert hand.state == 'done'
 
 
@@ -329,25 +302,26 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   """`own` has records in this folder, so what the syncer says of its steps does not count twice."""
   run = run_facts.RunFacts(['own'], total_steps=40)
 
-  def told(at_s: float, learner: str, clock: int, steps: int, loss: float | None = 2.5):
-    fact = facts.Progress(
-      learner=learner, clock=clock, steps=steps, tokens=8 * steps, loss=loss, step_ns=10**8
-    )
-    return 'syncer', row(at_s, fact)
+  def report(at_s: float, *about: Any) -> None:
+    run.take([('syncer', row(at_s, progress(*about)))])
 
   def of(at_s: float, *about: Any):
     return 'syncer', row(at_s, member(*about))
 
-  joined = facts.State(state='joined', incarnation=1, clock=0)
-  run.take([of(1, 'own', 'joined'), ('own', row(1, joined)), of(1, 'far', 'joined')])
-  run.take([('own', row(2, step(5))), told(3, 'own', 5, 5), told(3, 'far', 10, 10)])
+  run.take([of(1, 'own', 'joined'), ('own', joined(1)), of(1, 'far', 'joined')])
+  run.take([('own', row(2, step(5)))])
+  report(3, 'own', 5, 5)
+  report(3, 'far', 10, 10)
   far = run.learners['far']
   assert (far.state, far.step, far.tokens_per_second, run.tokens) == ('training', 10, 80, 88)
   assert run.progress == 0.25 and far.steps[-1].loss == 2.5
   run.take([of(4, 'far', 'lost', 1, 'lease expired'), of(6, 'far', 'joined', 2)])
-  run.take([told(7, 'far', 30, 16, None), told(8, 'far', 40, 20), told(9, 'far', 40, 20)])
+  report(7, 'far', 30, 16, None)
+  report(8, 'far', 40, 20)
+  report(9, 'far', 40, 20)
   run.take([of(9, 'far', 'lost', 2, 'left: done')])
-  assert (far.state, far.step, [one.tokens for one in far.steps]) == ('done', 40, [88, 136, 168])
+  assert [step.tokens for step in far.steps] == [88, 136, 168]
+  assert (far.state, far.step) == ('done', 40)
   assert [(p.steps, p.first_step_s, p.ended_s, p.ended) for p in far.processes] == [
     (10, 2, 3, 'lost'),
     (10, 6, 8, 'done'),
@@ -359,26 +333,21 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
   """The syncer counts its steps from those of the checkpoint on, and its incarnations."""
   run = run_facts.RunFacts([], total_steps=40)
 
-  def told(at_s: float, fact: report_facts.Fact) -> None:
+  def take(at_s: float, fact: report_facts.Fact) -> None:
     run.take([('syncer', row(at_s, fact))])
 
   def stepped(at_s: float, steps: int) -> None:
-    told(
-      at_s,
-      facts.Progress(
-        learner='l0', clock=steps, steps=steps, tokens=8 * steps, loss=2.5, step_ns=10**8
-      ),
-    )
+    take(at_s, progress('l0', steps, steps))
 
-  told(0, member('l0', 'joined', 1))
+  take(0, member('l0', 'joined', 1))
   stepped(2, 20)
-  told(2, member('l0', 'lost', 1, 'lease expired'))
-  told(2, member('l0', 'joined', 2))
+  take(2, member('l0', 'lost', 1, 'lease expired'))
+  take(2, member('l0', 'joined', 2))
   stepped(4, 40)
-  told(4, synced(40, 'l0'))
-  told(4, member('l0', 'lost', 2, 'left: done'))
-  told(9, report_facts.Recovered(replayed=0, sync=20, log=1, versions=[1]))
-  told(10, member('l0', 'joined', 2))  # the checkpoint knows its first incarnation alone
+  take(4, synced(40, 'l0'))
+  take(4, member('l0', 'lost', 2, 'left: done'))
+  take(9, report_facts.Recovered(replayed=0, sync=20, log=1, versions=[1]))
+  take(10, member('l0', 'joined', 2))  # the checkpoint knows its first incarnation alone
   for at_s in range(11, 20):
     stepped(at_s, 20 + 2 * (at_s - 10))
   far = run.learners['l0']
@@ -396,14 +365,6 @@ def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
   (tmp_path / 'l0.jsonl').rmdir()
   (tmp_path / 'l0.jsonl').write_text('{"name": "step"}\n')
   assert tail.read() == [{'name': 'step'}]
-
-
-def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
-  book = book_lib.Book()
-  book.take('supervisor', 0, report_facts.Process(child='l0', state='starting', text=''))
-  book.take('supervisor', 10, report_facts.Exit(child='l0', pid=1, code=1))
-  found = book.partition('l0', 100)
-  assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
 
 
 def test_without_tensorboard_there_are_facts(tmp_path, monkeypatch, capsys):

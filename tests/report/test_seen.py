@@ -3,20 +3,17 @@
 import math
 import pathlib
 import re
-import threading
 
 import pytest
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts
-from diloco_jax.report import beside, page, serve
-from diloco_jax.report import facts as report_facts
+from diloco_jax.report import beside, page
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
 from tests.report import browsers, test_matrix
-from tests.report.rows import add, child, exited, row, step, synced
+from tests.report.rows import add, add_of, child, evaluation, exited, ledger, row, step, synced
 
 pytestmark = pytest.mark.full
 _AXES = """() => [1, 0].map(i => {
@@ -39,7 +36,7 @@ def _browser():
     yield browser
 
 
-def written(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -> pathlib.Path:
+def write(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -> pathlib.Path:
   """A run of two learners whose loss falls from `first` to `last`; l1 is killed and comes back, and
   no outer step comes for a minute."""
   workdir.mkdir(exist_ok=True)
@@ -47,19 +44,16 @@ def written(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -
   add(workdir, *[child(0, name, 'starting') for name in ('syncer', 'l0', 'l1')])
   for name in ('l0', 'l1'):
     losses = [first * (last / first) ** (i / 59) for i in range(steps)]
-    add(workdir, *[(name, step(10 + i, i + 1, i + 1, loss)) for i, loss in enumerate(losses)])
+    add_of(workdir, name, *[step(10 + i, i + 1, i + 1, loss) for i, loss in enumerate(losses)])
   merges = [11 + i + 60 * (i > 10) for i in range(40)]
-  add(workdir, *[('syncer', row(s, synced(i + 1, 'l0', 'l1'))) for i, s in enumerate(merges)])
-  add(workdir, *[('syncer', row(12 + i, report_facts.Eval(step=i, loss=first))) for i in range(3)])
-  zero = dict.fromkeys(('fragments', 'trained', 'merged', 'unsettled', 'synced', 'sync'), 1)
-  rest = dict.fromkeys(('cancelled', 'repaired', 'skipped'), 0)
-  ledger = facts.Ledger(**zero, **rest, discarded={}, learners={})
-  add(workdir, ('syncer', row(111, ledger)))
+  add_of(workdir, 'syncer', *[row(s, synced(i, 'l0', 'l1')) for i, s in enumerate(merges, 1)])
+  add_of(workdir, 'syncer', *[evaluation(12 + i, i, first) for i in range(3)])
+  add(workdir, ('syncer', row(111, ledger(1, {}))))
   add(workdir, child(115, 'l1', 'down', 'killed'), exited(115, 'l1', -9))
   return workdir
 
 
-def opened(browser, workdir: pathlib.Path, said: list[str], **how):
+def open_file(browser, workdir: pathlib.Path, said: list[str], **how):
   file = workdir / 'seen.html'
   file.write_text(page.inline([summary_lib.state_of(folder_lib.read(workdir))]))
   shown = browsers.opened(browser, file.as_uri(), said, **how)
@@ -73,12 +67,12 @@ def opened(browser, workdir: pathlib.Path, said: list[str], **how):
 @pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
 def test_the_loss_has_axes_that_can_be_read(browser, tmp_path, losses, view):
   said = []
-  shown = opened(browser, written(tmp_path / 'run', *losses), said, viewport=view)
+  shown = open_file(browser, write(tmp_path / 'run', *losses), said, viewport=view)
   y, x = shown.evaluate(_AXES)
   assert len(y) >= 3 and all(label for *_, label in y) and not said
   places = sorted(place for place, *_ in y)
   assert all(b - a >= 16 for a, b in zip(places, places[1:])), y
-  labels = [one for one in x if one[2]]
+  labels = [label for label in x if label[2]]
   assert len(labels) >= 3
   for (place, width, _), (following, other, _) in zip(labels, labels[1:]):
     assert following - place >= (width + other) / 2, labels
@@ -87,9 +81,9 @@ def test_the_loss_has_axes_that_can_be_read(browser, tmp_path, losses, view):
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
 def test_a_page_is_readable_and_each_word_explained(browser, tmp_path, scheme, view):
-  said, run = [], written(tmp_path / 'run', 5.5, 4.3)
+  said, run = [], write(tmp_path / 'run', 5.5, 4.3)
   add(run, child(120, 'syncer', 'failed', 'no such host'))
-  shown = opened(browser, run, said, viewport=view, color_scheme=scheme)
+  shown = open_file(browser, run, said, viewport=view, color_scheme=scheme)
   assert shown.title().endswith(' run') and 'no such host' in shown.inner_text('#notice')
   assert browsers.width(shown) <= view['width'] and not browsers.pale(shown) and not said
   assert not shown.eval_on_selector_all(*_CUT_OFF)
@@ -109,7 +103,7 @@ def test_a_page_is_readable_and_each_word_explained(browser, tmp_path, scheme, v
 
 
 def test_a_line_of_counts_ends_where_no_outer_step_comes(browser, tmp_path):
-  shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
+  shown = open_file(browser, write(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
   times, counts, *_ = shown.evaluate('plots.merges0.data')
   before = [count for at_s, count in zip(times, counts) if at_s < 80]
   assert before[-1] is None and before[-2] == 2 and {*counts} == {None, 2}
@@ -118,7 +112,7 @@ def test_a_line_of_counts_ends_where_no_outer_step_comes(browser, tmp_path):
 
 
 def test_runs_beside_each_other_are_readable(browser, tmp_path):
-  runs = [written(tmp_path / name, 5.5, 4.3) for name in ('a', 'b')]
+  runs = [write(tmp_path / name, 5.5, 4.3) for name in ('a', 'b')]
   beside.write(beside.read(runs), tmp_path)
   for view in (browsers.PHONE, browsers.DESK):
     file, said = tmp_path / 'beside.html', []
@@ -137,26 +131,26 @@ def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
   """The matrix, as a person sees it: text and notices, and nothing of the past."""
   so, said = test_matrix.SITUATIONS[what], []
   count = 64 if scheme == 'dark' and what in ('all train', 'its loader blocks') else 3
-  found = test_matrix.read(test_matrix.write(tmp_path, what, count), so.now)
-  file, told = tmp_path / 'seen.html', state_lib.state(found.run, found.config, 'run')
-  file.write_text(page.inline([told]))
+  read = test_matrix.read(test_matrix.write(tmp_path, what, count), so.now)
+  file, state = tmp_path / 'seen.html', state_lib.state(read.run, read.config, 'run')
+  file.write_text(page.inline([state]))
   how = {'viewport': view, 'color_scheme': scheme}
   shown = browsers.opened(browser, file.as_uri(), said, **how)
   shown.wait_for_selector('#top h1')
   text = shown.inner_text('body')
   assert not said and browsers.width(shown) <= view['width'] and not browsers.pale(shown)
   assert not re.search(so.never, text) and '1970' not in text and 'as of' in text or not so.program
-  for line in told['notices']:
+  for line in state['notices']:
     assert line in shown.inner_text('#notice')
   if so.program.startswith('l'):
-    assert told['learners'][so.program]['condition']['text'] in text or count == 64
+    assert state['learners'][so.program]['condition']['text'] in text or count == 64
   shown.close()
 
 
 def test_of_many_lanes_those_that_were_killed_have_their_names(browser, tmp_path):
   run = test_matrix.write(tmp_path, 'all train', 64)
   add(run, *[exited(test_matrix.BEGAN + 50, name, -9) for name in ('l16', 'l29')])
-  shown = opened(browser, run, [], viewport=browsers.DESK)
+  shown = open_file(browser, run, [], viewport=browsers.DESK)
   boxes = """all => all.filter(one => one.textContent).map(one => one.getBoundingClientRect())
     .map(box => [box.top, box.bottom])"""
   lanes = shown.eval_on_selector_all('svg text.lane', boxes)
@@ -167,7 +161,7 @@ def test_of_many_lanes_those_that_were_killed_have_their_names(browser, tmp_path
 
 
 def test_what_is_printed_has_its_colours(browser, tmp_path):
-  shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
+  shown = open_file(browser, write(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
   shown.emulate_media(media='print')
   of = lambda what: f"getComputedStyle(document.querySelector('#runs {what}"
   assert shown.evaluate(of(".bar i')).printColorAdjust")) == 'exact'
@@ -178,40 +172,30 @@ def test_a_page_that_is_opened_before_the_first_record_waits_for_it(browser, tmp
   said = []
   load.write(tmp_path, stdlib_lm.get_config('tiny'))
   (tmp_path / 'records').mkdir()
-  server, url = serve.make(tmp_path)
-  thread = threading.Thread(target=server.serve_forever, daemon=True)
-  thread.start()
-  shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
-  shown.wait_for_selector('#notice:not([hidden])')
-  text = shown.inner_text('body')
-  assert 'Waiting for the first record' in text and '1970' not in text and not said
-  shown.close()
-  server.shutdown()
-  server.server_close()
-  thread.join()
+  with browsers.served(tmp_path) as url:
+    shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
+    shown.wait_for_selector('#notice:not([hidden])')
+    text = shown.inner_text('body')
+    assert 'Waiting for the first record' in text and '1970' not in text and not said
+    shown.close()
 
 
 def test_a_live_page_leaves_its_reader_in_place(browser, tmp_path):
-  run, said = written(tmp_path / 'run', 5.5, 4.3, steps=10), []
+  run, said = write(tmp_path / 'run', 5.5, 4.3, steps=10), []
   add(run, *[child(116 + i, f'l{i % 2}', 'starting') for i in range(20)])
-  server, url = serve.make(run)
-  thread = threading.Thread(target=server.serve_forever, daemon=True)
-  thread.start()
-  shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
-  shown.wait_for_selector('#events0 li')
-  shown.focus('#lives0-head')
-  shown.keyboard.press('Enter')
-  shown.evaluate("$('events0').scrollTop = 60")
-  before = shown.locator('#events0 li').count()
-  dotted = 'plots.loss.series.slice(1).map(one => one.points.show())'
-  assert shown.evaluate(dotted) == [True, True, True]
-  more = [step(137 + i / 10, 10 + i, i, 4.0) for i in range(1, 31)]
-  add(run, *[('l0', one) for one in more], child(140, 'l0', 'starting'))
-  shown.wait_for_selector(f'#events0 li:nth-child({before + 1})', state='attached')
-  assert shown.evaluate("$('events0').scrollTop") >= 60 and not said
-  assert shown.evaluate("$('lives0').open && document.activeElement.id") == 'lives0-head'
-  assert shown.evaluate(dotted) == [False, True, True], 'of many points there is a line alone'
-  shown.close()
-  server.shutdown()
-  server.server_close()
-  thread.join()
+  with browsers.served(run) as url:
+    shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
+    shown.wait_for_selector('#events0 li')
+    shown.focus('#lives0-head')
+    shown.keyboard.press('Enter')
+    shown.evaluate("$('events0').scrollTop = 60")
+    before = shown.locator('#events0 li').count()
+    dotted = 'plots.loss.series.slice(1).map(one => one.points.show())'
+    assert shown.evaluate(dotted) == [True, True, True]
+    more = [step(137 + i / 10, 10 + i, i, 4.0) for i in range(1, 31)]
+    add(run, *[('l0', line) for line in more], child(140, 'l0', 'starting'))
+    shown.wait_for_selector(f'#events0 li:nth-child({before + 1})', state='attached')
+    assert shown.evaluate("$('events0').scrollTop") >= 60 and not said
+    assert shown.evaluate("$('lives0').open && document.activeElement.id") == 'lives0-head'
+    assert shown.evaluate(dotted) == [False, True, True], 'of many points there is a line alone'
+    shown.close()

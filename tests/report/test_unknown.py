@@ -9,23 +9,22 @@ import pytest
 
 import diloco_jax
 from diloco_jax.config import load
-from diloco_jax.configs import own_loop, stdlib_lm
+from diloco_jax.configs import own_loop
 from diloco_jax.launch import cli
 from diloco_jax.protocol import facts
 from diloco_jax.report import beside, page, serve
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
 
 NOT_RECORDED = 'not recorded: there is no config.json'
 INVENTED = ('own_loop', 'of 300', 'M=2', f' {math.inf}')
 
 
-def write(workdir: pathlib.Path, process: str, *told: object) -> None:
+def write(workdir: pathlib.Path, process: str, *reported: object) -> None:
   recorder = records_lib.Recorder(workdir, process, tensorboard=False)
-  for fact in told:
+  for fact in reported:
     recorder.report(fact)
   recorder.close()
 
@@ -42,8 +41,8 @@ def _workdir(tmp_path) -> pathlib.Path:
 
 
 def texts_of(workdir: pathlib.Path) -> list[str]:
-  made = summary_lib.write(workdir)
-  return [summary_lib.text(made, workdir), (workdir / 'report' / 'report.txt').read_text()]
+  summary = summary_lib.write(workdir)
+  return [summary_lib.text(summary, workdir), (workdir / 'report' / 'report.txt').read_text()]
 
 
 def test_a_report_without_a_config_invents_none(workdir):
@@ -51,9 +50,9 @@ def test_a_report_without_a_config_invents_none(workdir):
     assert NOT_RECORDED in ' '.join(text.split())
     assert not any(word in text for word in INVENTED), text
     assert 'learner l0  4 steps, 512 tokens' in text
-  told = json.loads((workdir / 'report' / 'summary.json').read_text())
+  summary = json.loads((workdir / 'report' / 'summary.json').read_text())
   unknown = {'name', 'task', 'store', 'steps', 'goodput'}
-  assert all(told[name] is None for name in unknown) and told['clock'] == 4
+  assert all(summary[name] is None for name in unknown) and summary['clock'] == 4
   assert 'own_loop' not in beside.text(beside.read([workdir]))
 
 
@@ -63,9 +62,9 @@ def test_neither_do_the_page_and_the_metrics(workdir):
   assert shown['about'] == f'config {folder_lib.UNKNOWN}' and shown['name'] == 'run'
   assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
   assert shown['learners']['l0']['step'] == 4
-  told = serve.metrics(shown)
-  assert '\ndiloco_progress ' not in told
-  assert 'diloco_learner_step{learner="l0"} 4' in told
+  metrics = serve.metrics(shown)
+  assert '\ndiloco_progress ' not in metrics
+  assert 'diloco_learner_step{learner="l0"} 4' in metrics
   assert 'length not recorded' in page.text('page.js')
 
 
@@ -115,13 +114,3 @@ def test_who_reads_the_model_says_what_is_missing(command: str, workdir, capfd):
   error = capfd.readouterr().err
   assert code == 42 and error.count('\n') == 1, error
   assert f'there is no model in {workdir}: its config is not recorded' in error
-
-
-def test_the_config_of_the_run_is_the_one_that_is_told(workdir):
-  """With it nothing is unknown."""
-  config = stdlib_lm.get_config('tiny')
-  load.write(workdir, config)
-  text = texts_of(workdir)[0]
-  assert 'not recorded' not in text and f'at clock 4 of {config.train.steps}' in text
-  shown = state_lib.state(folder_lib.read(workdir).run, config)
-  assert shown['total_steps'] == config.train.steps and shown['progress'] > 0

@@ -20,8 +20,8 @@ def test_the_log_of_a_phase_counts_each_program_once():
   log = miss.format('ab') + miss.format('cd') + miss.format('ab').replace('[l0]', '[l1]')
   log += '[l0] dispatch.py:204] Finished XLA compilation of jit(f) in 0.25 sec\n' * 3
   log += "[l2] compiler.py:125] Persistent compilation cache hit for 'jit_f' with key 'jit_f-ab'\n"
-  found = figures.compiled(log)
-  assert found == {'programs': 2, 'compile_s': 0.8, 'compiled_twice': ['jit_f']}
+  values = figures.compilations(log)
+  assert values == {'programs': 2, 'compile_s': 0.8, 'compiled_twice': ['jit_f']}
 
 
 @pytest.mark.full
@@ -40,9 +40,9 @@ def test_a_rehearsal_that_is_killed_keeps_the_figures_of_the_phases_before(tmp_p
       time.sleep(0.05)
     rehearsal.send_signal(signal.SIGTERM)
     assert rehearsal.wait(60) == 143
-  found = json.loads((tmp_path / figures.FILE).read_text('utf-8'))
-  assert found['single']['ended'] == 'in order', found
-  assert found['single']['payloads_through_the_host'] == found['single']['ledger_off_by'] == 0
-  assert 'ended' not in found.get('processes', {})
+  phases = json.loads((tmp_path / figures.FILE).read_text('utf-8'))
+  assert phases['single']['ended'] == 'in order', phases
+  assert phases['single']['payloads_through_the_host'] == phases['single']['ledger_off_by'] == 0
+  assert 'ended' not in phases.get('processes', {})
   left = subprocess.run(['pgrep', '-f', f'--out={tmp_path}'], capture_output=True, text=True)
   assert not left.stdout

@@ -22,5 +22,5 @@ def test_every_benchmark_imports_what_there_is():
 
 def test_an_outer_step_of_the_rig_is_carried_out(tmp_path: pathlib.Path):
   with contextlib.closing(scale.Rig(1, tmp_path)) as rig:
-    found = rig.outer_step(participants=2)
-  assert found['all'] > 0 and found.keys() >= set(scale.PARTS)
+    parts = rig.outer_step(participants=2)
+  assert parts['all'] > 0 and parts.keys() >= set(scale.PARTS)

@@ -48,13 +48,13 @@ def commands(text: str) -> list[str]:
 
 def sections() -> dict[str, list[str]]:
   """The commands of the sections that write something for containers."""
-  found = {}
+  by_section = {}
   for page in PAGES:
     for section in page.read_text().split('\n## ')[1:]:
       said = commands(section)
-      if any(ENGINE in one for one in said):
-        found[f'{page.stem}: {section.partition(chr(10))[0]}'] = said
-  return found
+      if any(ENGINE in command for command in said):
+        by_section[f'{page.stem}: {section.partition(chr(10))[0]}'] = said
+  return by_section
 
 
 def carry_out(section: str, folder: pathlib.Path) -> None:
@@ -62,27 +62,27 @@ def carry_out(section: str, folder: pathlib.Path) -> None:
   configs = folder / 'experiments' / 'configs'
   configs.parent.mkdir()
   configs.symlink_to(command_line.ROOT / 'experiments' / 'configs')
-  said = [one for one in sections()[section] if OURS.match(one)]
-  mine = [one for one in said if 'launch' not in one or ENGINE in one]
+  said = [command for command in sections()[section] if OURS.match(command)]
+  ours = [command for command in said if 'launch' not in command or ENGINE in command]
   (folder / 'bin').mkdir()
   for name, text in {'kubectl': KUBECTL, 'diloco': DILOCO, 'docker': '#!/bin/sh\n'}.items():
     (folder / 'bin' / name).write_text(text)
     (folder / 'bin' / name).chmod(0o755)
   path = {**os.environ, 'PATH': f'{folder / "bin"}:{os.environ["PATH"]}'}
-  script = 'set -euo pipefail\n' + '\n'.join(mine)
+  script = 'set -euo pipefail\n' + '\n'.join(ours)
   subprocess.run(['bash', '-c', script], cwd=folder, env=path, timeout=LIMIT_S, check=True)
 
 
 def of_manifests(folder: pathlib.Path) -> list[list[str]]:
   """The commands of the containers in manifests."""
-  found = []
+  commands_ = []
   for path in sorted(folder.glob('manifests/*.yaml')):
-    (one,) = [
+    (job_set,) = [
       document for document in schemas.documents(path.read_text()) if document['kind'] == 'JobSet'
     ]
-    job = one['spec']['replicatedJobs'][0]['template']['spec']
-    found.append(job['template']['spec']['containers'][0]['args'])
-  return found
+    job = job_set['spec']['replicatedJobs'][0]['template']['spec']
+    commands_.append(job['template']['spec']['containers'][0]['args'])
+  return commands_
 
 
 @pytest.fixture(scope='module', name='packages')
@@ -99,12 +99,14 @@ def test_a_section_works_with_the_files_of_the_image(section, packages, tmp_path
   carry_out(section, tmp_path)
   (tmp_path / 'elsewhere').mkdir()
   read = command_line.read(of_manifests(tmp_path), packages, tmp_path / 'elsewhere')
-  named = {name for one in sections()[section] for name in re.findall('--config=(\\S+)', one)}
+  named = {
+    name for command in sections()[section] for name in re.findall('--config=(\\S+)', command)
+  }
   monkeypatch.chdir(command_line.ROOT)
-  assert {one['config']['name'] for one in read} == {load.load(name).name for name in named}
+  assert {program['config']['name'] for program in read} == {load.load(name).name for name in named}
   assert len(read) == SECTIONS[section]
   if section.startswith('accelerators'):  # each kind of slice has a share of the batch of its own
-    rows = [one['config']['data']['batch_rows'] for one in read if 'learner' in one]
+    rows = [program['config']['data']['batch_rows'] for program in read if 'learner' in program]
     assert rows == [16] * 4 + [0] * 4
 
     calls = (tmp_path / 'kubectl').read_text()
@@ -122,10 +124,10 @@ def test_a_config_that_is_a_file_is_not_in_the_image(packages, tmp_path):
 
 
 def test_the_image_has_the_package_and_nothing_else():
-  found = image.build(EXTRAS='tpu,gcs')
-  assert found.entrypoint == ['diloco']
-  assert {path.parts[:3] for path in found.files} == {('/', 'site-packages', 'diloco_jax')}
-  assert not [path for path in found.files if '__pycache__' in path.parts]
+  built = image.build(EXTRAS='tpu,gcs')
+  assert built.entrypoint == ['diloco']
+  assert {path.parts[:3] for path in built.files} == {('/', 'site-packages', 'diloco_jax')}
+  assert not [path for path in built.files if '__pycache__' in path.parts]
   with pytest.raises(AssertionError):
     image.build(EXTRAS='tpu,no-such-extra')
 
@@ -135,9 +137,14 @@ def test_docker_runs_what_the_image_has(packages, tmp_path):
   texts = [page.read_text() for page in PAGES]
   texts.append((command_line.ROOT / 'scripts' / 'Dockerfile').read_text())
   runs = [line for text in texts for line in re.findall(r'docker run (.+)', text)]
-  found = [['diloco', *shlex.split(line)[1:]] for line in runs]
+  argvs = [['diloco', *shlex.split(line)[1:]] for line in runs]
   (tmp_path / 'elsewhere').mkdir()
-  assert found and len(command_line.read(found, packages, tmp_path / 'elsewhere')) == len(found)
-  builds = [one for said in sections().values() for one in said if one.startswith('docker build')]
+  assert argvs and len(command_line.read(argvs, packages, tmp_path / 'elsewhere')) == len(argvs)
+  builds = [
+    command
+    for said in sections().values()
+    for command in said
+    if command.startswith('docker build')
+  ]
   for build in builds:
     image.build(**dict(re.findall(r'--build-arg (\w+)=(\S+)', build)))
