@@ -1,4 +1,4 @@
-"""Draws what the documents say of the code from the code itself.
+"""Draws the pictures and tables about the code in the documents from the code itself.
 
 python scripts/diagrams.py           # rewrites the blocks between the markers, and docs/pictures
 python scripts/diagrams.py --check   # exit 1 if a document or a picture would change
@@ -126,7 +126,7 @@ def imports() -> dict[str, set[str]]:
   return arrows
 
 
-def without_detours(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+def remove_detours(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
   """Only the arrows that do not follow from others: a -> c is left out where a -> b -> c."""
   reach: dict[str, set[str]] = {}
   for name in graphlib.TopologicalSorter(arrows).static_order():
@@ -143,7 +143,7 @@ def room_diagram() -> str:
 
 
 def room_graph() -> str:
-  arrows = without_detours(imports())
+  arrows = remove_detours(imports())
   pairs = [(name, other) for name in sorted(arrows) for other in sorted(arrows[name])]
   return drawing.graph('Which package imports which', pairs)
 
@@ -160,7 +160,7 @@ def questions(name: str) -> list[tuple[str, str]]:
   return [tuple(row.strip().split(': ', 1)) for row in rows]
 
 
-def located(name: str, files: str) -> str:
+def locate(name: str, files: str) -> str:
   """`files` as a document names them; raises if one, or a function of one, does not exist."""
   last = PACKAGE
 
@@ -185,7 +185,7 @@ def room_table() -> str:
   rows = []
   for name in sorted(set(imports()) | set(SHELVES)):
     rows.append(f'| **{docstring(name).splitlines()[0]}** | **`{name}/`** |')
-    rows += [f'| {question} | {located(name, files)} |' for question, files in questions(name)]
+    rows += [f'| {question} | {locate(name, files)} |' for question, files in questions(name)]
   return '\n'.join(['| question | where |', '|---|---|', *rows])
 
 
@@ -215,8 +215,8 @@ PICTURES = {
 }
 
 
-def rewritten(text: str, blocks: dict) -> str:
-  """The document with each block as the code now says."""
+def rewrite(text: str, blocks: dict) -> str:
+  """The document with each block made from the code of today."""
   for name, draw in blocks.items():
     begin, end = f'<!-- {name}: written by scripts/diagrams.py -->', f'<!-- end of {name} -->'
     before, rest = text.split(begin)
@@ -226,7 +226,7 @@ def rewritten(text: str, blocks: dict) -> str:
 
 def main() -> int:
   changed = False
-  news = {path: rewritten(path.read_text('utf-8'), blocks) for path, blocks in BLOCKS.items()}
+  news = {path: rewrite(path.read_text('utf-8'), blocks) for path, blocks in BLOCKS.items()}
   news |= {ROOT / f'docs/pictures/{name}.svg': draw() for name, draw in PICTURES.items()}
   for path, new in news.items():
     changed |= not path.exists() or path.read_text('utf-8') != new

@@ -28,7 +28,7 @@ else:
     from tests.transport import fuzzing
 
 
-def broken(target: fuzzing.Target, data: bytes) -> bool:
+def breaks(target: fuzzing.Target, data: bytes) -> bool:
   """Whether these bytes break a decoder; then they are kept."""
   try:
     target.run(data)
@@ -44,7 +44,7 @@ def fuzz_plainly(target: fuzzing.Target, seconds: float) -> int:
   seed, runs, end_s = random.randrange(2**32), 0, time.monotonic() + seconds
   for data in target.mutants(random.Random(seed)):
     runs += 1
-    if broken(target, data):
+    if breaks(target, data):
       return 1
     if time.monotonic() > end_s:
       break
@@ -56,7 +56,7 @@ def fuzz_with_atheris(target: fuzzing.Target, seconds: float) -> None:
   """Ends the process: exit code 1 if an input broke the decoder."""
 
   def run(data: bytes) -> None:
-    if broken(target, data):
+    if breaks(target, data):
       raise RuntimeError(f'{target.name} is broken')
 
   def mutated(data: bytes, most: int, seed: int) -> bytes:

@@ -19,7 +19,7 @@ SPEC.loader.exec_module(diagrams)
 @pytest.mark.parametrize('document', diagrams.BLOCKS, ids=lambda path: path.name)
 def test_a_document_is_drawn_from_the_code(document: pathlib.Path):
   text = document.read_text(encoding='utf-8')
-  new = diagrams.rewritten(text, diagrams.BLOCKS[document])
+  new = diagrams.rewrite(text, diagrams.BLOCKS[document])
   assert new == text, 'run: python scripts/diagrams.py'
 
 

@@ -73,7 +73,7 @@ def follow(
     TimeoutError: no syncer answers.
   """
   if not syncer:
-    workdir = folder_lib.chosen(workdir)
+    workdir = folder_lib.choose(workdir)
     if load_params.is_store(workdir):
       with jax.set_mesh(None), load_params.local(workdir) as folder:
         assembled = load_params.assemble(folder)

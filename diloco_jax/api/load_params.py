@@ -95,7 +95,7 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
 def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
   """The folder of a run, None: of the newest here; of a store a temporary copy of its newest model
   and what describes it. Raises ValueError, StateError, StoreError."""
-  place = folder_lib.chosen(place)
+  place = folder_lib.choose(place)
   if not is_store(place):
     yield pathlib.Path(place).absolute()
     return

@@ -319,7 +319,7 @@ def run(
     controller.start()
     found = run_lib.Run(folder, controller.join())
     tell = lambda: (line := summary_lib.merged_line(found.summary)) and print(line)
-    header.shown(tell, 'the summary', 'diloco_jax.open_run')
+    header.try_to_show(tell, 'the summary', 'diloco_jax.open_run')
     return found
   except BaseException as error:  # else the nodes train on, and the folder stays locked
     controller.stop('interrupted')

@@ -31,7 +31,7 @@ _PLOT = flags.DEFINE_bool('plot', True, 'Whether to draw the picture, too.')
 def main(argv: list[str]) -> int:
   workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
   with exits.never_retry(ValueError):
-    workdirs = workdirs or [pathlib.Path(folder_lib.chosen(None))]
+    workdirs = workdirs or [pathlib.Path(folder_lib.choose(None))]
   out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary_lib.REPORT
   width = shutil.get_terminal_size().columns
   with exits.never_retry(ValueError):

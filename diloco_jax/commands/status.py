@@ -28,8 +28,8 @@ _OPEN = flags.DEFINE_bool('open', False, 'Whether to open the page in the browse
 def main(argv: list[str]) -> int:
   del argv
   with exits.never_retry(ValueError, OSError):
-    workdir = folder_lib.chosen(_WORKDIR.value)
-    serve.watch_of(workdir).state()  # refuses what another release has written
+    workdir = folder_lib.choose(_WORKDIR.value)
+    notices = serve.watch_of(workdir).state()['notices']  # refuses the records of another release
     try:
       server, url = serve.make(workdir, _PORT.value)
     except OSError as error:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
       why = f'port {_PORT.value} is in use: choose another one, or leave --port out for a free one'
       raise ValueError(why) from error
   print(url, flush=True)
-  for line in serve.watch_of(workdir).state()['notices']:
+  for line in notices:
     header.say(line)
   if _OPEN.value:
     webbrowser.open(url)

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
   if importlib.util.find_spec('wandb') is None:
     raise exits.NeverRetry('wandb is not installed: pip install "diloco-jax[wandb]"')
   with exits.never_retry(ValueError):
-    workdir = pathlib.Path(folder_lib.chosen(_WORKDIR.value)).absolute()
+    workdir = pathlib.Path(folder_lib.choose(_WORKDIR.value)).absolute()
   if not (workdir / records_lib.RECORDS).is_dir() and not _FOLLOW.value:
     raise exits.NeverRetry(f'there is no run in {workdir}: it has no folder {records_lib.RECORDS}/')
   parent, ended = os.getppid(), threading.Event()

@@ -172,7 +172,7 @@ def run(
     text = summary_lib.text(written, workdir, shutil.get_terminal_size().columns)
     print('\n' + text, end='', flush=True)
 
-  if not header.shown(tell, 'the summary', cli.command('report', str(workdir))):
+  if not header.try_to_show(tell, 'the summary', cli.command('report', str(workdir))):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:]]

@@ -1,8 +1,8 @@
 """What is so: what each process of a run does, and the run: since when, why, how it is known.
 
 It is decided here alone, from the newest facts (run_facts.py); the lines of `train`, the page, the
-file, the report, /metrics and the notices print it. Of the present something is said only while
-the records that tell it are at most `silent_s` old: a process that lives adds to them more often.
+file, the report, /metrics and the notices print it. They print a state as present only while its
+records are at most `silent_s` old: a process that lives adds to them more often.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ from diloco_jax.train import flops
 @facts.fact
 class Step:
   """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process; `loss`:
-  None if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
+  None if a loop has none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
   saves kept the island since the step before; `waited_s`: how long the learner waited for others
   since then (in lock step)."""
 
@@ -71,7 +71,7 @@ class Eval:
 
 @facts.fact
 class Startup:
-  """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
+  """CPU time of the process until a phase; on a busy machine wall time does not show the cost of a
   start. The phases of a syncer: assembled, listens, restored (its checkpoint), recovered (the log),
   ready (every outer step compiled). Of a learner: imported, built (its island), restored (its
   checkpoint), compiled (the step and, without a checkpoint, the exchange; a learner that comes back

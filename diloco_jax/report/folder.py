@@ -25,7 +25,7 @@ class Read:
   run: run_facts.RunFacts
 
 
-def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
+def choose(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   """The folder that a command was given; without one, that of the run under ./runs which has the
   newest record, and a line on stderr says which. Raises ValueError: there is none."""
   if workdir:

@@ -57,7 +57,7 @@ def say(line: str) -> None:
   print(line.encode(encoding, 'replace').decode(encoding) + '\n', end='', flush=True)
 
 
-def shown(show: Callable[[], object], view: str, later: str) -> bool:
+def try_to_show(show: Callable[[], object], view: str, later: str) -> bool:
   """Makes a view of a run. Its fault is one line, and none of the run; returns whether all is well.
   `later`: the command that makes the view then."""
   try:
@@ -76,7 +76,7 @@ def until_it_fails(show: Callable[..., object], view: str, later: str) -> Callab
 
   def again(*what: object) -> None:
     nonlocal well
-    well = well and shown(lambda: show(*what), view, later)
+    well = well and try_to_show(lambda: show(*what), view, later)
 
   return again
 

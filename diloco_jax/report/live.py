@@ -1,7 +1,7 @@
 """The display of a local run: the lines of its processes, and every few seconds its state.
 
-Every line is printed with the name of its process; the state is one line, printed if it says
-something new.
+Every line is printed with the name of its process; the state is one line, printed if it has
+changed.
 """
 
 import collections
@@ -15,7 +15,7 @@ from diloco_jax.report import condition, header, run_facts
 
 LOCAL = 'local'
 _STATUS_S = 5.0
-_EACH = 8  # learners that a line tells of one by one
+_EACH = 8  # learners that a line shows one by one
 
 
 class Display:

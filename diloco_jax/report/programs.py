@@ -1,4 +1,4 @@
-"""What the records tell of each program of a run: its processes, and what a learner has made.
+"""What the records have about each program of a run: its processes, and a learner's steps.
 
 Times are seconds since the first fact of the run. Tokens are those that all learners have trained
 together by then, so that the curves of restarted learners are right.
@@ -69,12 +69,12 @@ class LearnerFacts(Program):
   """Everything about one learner.
 
   Attributes:
-    speaks: its records are in this folder. For a learner on another machine we use the syncer's
-      records, which have one step for each heartbeat.
+    has_records: in this folder. For a learner on another machine we use the syncer's records, which
+      have one step for each heartbeat.
     counted: the steps and tokens of all its processes in the syncer's records; None: none since a
       restore.
     tokens: that it has trained.
-    tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
+    has_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
@@ -84,10 +84,10 @@ class LearnerFacts(Program):
     held_out: (tokens of all learners, loss) of its own model, of which parts are never sent.
   """
 
-  speaks: bool = False
+  has_records: bool = False
   counted: tuple[int, int] | None = (0, 0)
   tokens: int = 0
-  tells_loss: bool = False
+  has_loss: bool = False
   steps: steps_lib.Steps = dataclasses.field(default_factory=steps_lib.Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
@@ -108,8 +108,8 @@ class LearnerFacts(Program):
   @property
   def loss(self) -> float | None:
     """The mean of its last steps; a learner on another machine has a step for each heartbeat."""
-    last = self.steps.losses(-(LAST_STEPS if self.speaks else 1), len(self.steps))
-    return statistics.fmean(last) if self.tells_loss else None
+    last = self.steps.losses(-(LAST_STEPS if self.has_records else 1), len(self.steps))
+    return statistics.fmean(last) if self.has_loss else None
 
   @property
   def is_live(self) -> bool:

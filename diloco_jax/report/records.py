@@ -164,7 +164,7 @@ class Recorder:
       self._missing = 0
 
   def _write(self, line: bytes) -> None:
-    """Appends a line or nothing: a disk that becomes full takes a part."""
+    """Appends a line or nothing: a disk that becomes full may write a part."""
     start = self._file.tell()
     try:
       done = 0
@@ -267,7 +267,7 @@ class Tail:
 
   def stream(self, *marks: bytes) -> Iterator[dict[str, Any]]:
     """The same, one at a time. With `marks` only what has one of them is parsed, which takes most
-    of the time, and the lines beside it: their times tell whether a clock was set."""
+    of the time, and the lines beside it: their times show whether a clock was set."""
     for line in self._marked(marks) if marks else self._lines():
       try:
         fact = safe_json.parse(line, finite=False)  # a loss may be NaN

@@ -1,7 +1,7 @@
 """A run as the facts in its records describe it; the page, the summary, the picture and a chaos
 plan read it.
 
-What it tells of each program is in programs.py, with the units.
+The facts about each program are in programs.py, with the units.
 """
 
 import array
@@ -19,7 +19,7 @@ from diloco_jax.report import steps as steps_lib
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 SILENT_S = 10.0  # a process that lives adds to the records more often: five times in a lease
-_SAID = {'joined': 'training', 'disconnected': 'alone', 'ending': 'draining'}
+_STATES = {'joined': 'training', 'disconnected': 'alone', 'ending': 'draining'}
 
 
 class RunFacts:
@@ -48,7 +48,7 @@ class RunFacts:
     followers: the newest fact about them.
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
-    said: by program, the newest text of its supervisor about it.
+    texts: by program, the newest text of its supervisor about it.
     missing: (when, process, how many of its facts could not be written, why) of each gap.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
@@ -90,7 +90,7 @@ class RunFacts:
     self.wire = programs.Wire()
     self.followers = report_facts.Followers(count=0, behind=0)
     self.tokens = 0
-    self.said: dict[str, str] = {}
+    self.texts: dict[str, str] = {}
     self.missing: list[tuple[float, str, int, str]] = []
     self._gaps: set[str] = set()  # processes without a step since their last gap
     self.began_s: float | None = None
@@ -167,7 +167,7 @@ class RunFacts:
     )
 
   def works(self, name: str) -> bool:
-    """Whether a learner makes steps, as far as anybody knows."""
+    """Whether a learner makes steps, as far as the records show."""
     return self.condition(name).kind == condition.WORKS
 
   @property
@@ -232,11 +232,11 @@ class RunFacts:
 
   def _take(self, process: str, at_s: float, fact: report_facts.Fact) -> None:
     self.book.take(process, round(at_s * 1e9), fact)
-    self._lives(process, at_s, fact)
+    self._note_process(process, at_s, fact)
     if process in self.learners:
-      self.learners[process].speaks = True
+      self.learners[process].has_records = True
       self._of_learner(process, at_s, fact)
-    self._hears(process, at_s, 'its own records')
+    self._note_record(process, at_s, 'its own records')
     if processes := self._processes(process):
       processes[-1].last_s = at_s
     self.of_text |= isinstance(fact, report_facts.Eval) and fact.bits_per_byte > 0
@@ -292,24 +292,24 @@ class RunFacts:
             self._begin(name, at_s)
           ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
-          why = self.said.get(name) or (f'exit code {code}' if code > 0 else '')
+          why = self.texts.get(name) or (f'exit code {code}' if code > 0 else '')
           program = self._program(name)
           if not program.supervised or program.state != 'down':  # else it is started again
             self._becomes(name, ended, at_s, why='' if why == ended else why)
 
-  def _hears(self, name: str, at_s: float, known: str) -> None:
-    """The syncer's records tell of the learners elsewhere that it has among its members."""
+  def _note_record(self, name: str, at_s: float, known: str) -> None:
+    """The syncer's records are also about its members on other machines."""
     program = self._program(name)
     if program is not None:
       program.heard_s, program.known = at_s, known
     for learner in self.learners.values() if name == ids.SYNCER else ():
-      if not learner.speaks and (learner.is_live or not learner.known):
+      if not learner.has_records and (learner.is_live or not learner.known):
         learner.heard_s, learner.known = at_s, "the syncer's records"
 
   def _program(self, name: str) -> programs.Program | None:
     return self.syncer_facts if name == ids.SYNCER else self.learners.get(name)
 
-  def _lives(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
+  def _note_process(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
     """A process has a record: a new one, which no supervisor started, or one that was not lost."""
     if name != 'syncer' and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
@@ -362,7 +362,7 @@ class RunFacts:
     return program.processes if program else []
 
   def _member(self, at_s: float, fact: facts.Member) -> None:
-    """Takes what the syncer says of a learner, also of one that was started by hand."""
+    """Takes a fact of the syncer about a learner, also about one that was started by hand."""
     if fact.state == 'joined':
       learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(counted=self._counted))
       learner.joined.append((at_s, fact.incarnation))
@@ -376,9 +376,9 @@ class RunFacts:
     if learner.supervised:
       return
     left = fact.reason.startswith('left')
-    if fact.state == 'lost' or not learner.speaks:
+    if fact.state == 'lost' or not learner.has_records:
       self._unsupervised(learner, at_s, fact, left)
-    # The last word on it, unless it says more in this folder.
+    # Its state, until it has a newer record in this folder.
     left_as = self._over(fact.learner, fact.reason) if left else 'down'
     state = 'training' if fact.state == 'joined' else left_as
     self._becomes(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
@@ -387,7 +387,7 @@ class RunFacts:
   def _unsupervised(
     self, learner: programs.LearnerFacts, at_s: float, fact: facts.Member, left: bool
   ) -> None:
-    """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
+    """Follows a process whose start, on another machine, or end only the syncer has recorded."""
     processes = learner.processes
     if fact.state == 'lost':
       if processes and processes[-1].ended_s is None:
@@ -402,7 +402,7 @@ class RunFacts:
     before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
-    if learner.speaks or steps <= 0:
+    if learner.has_records or steps <= 0:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
@@ -431,7 +431,7 @@ class RunFacts:
         self._becomes(name, 'starting' if again else learner.state, at_s)
         learner.phase, learner.since_s = _PHASES[done], at_s
       case facts.State():
-        phase, state = learner.phase, _SAID.get(fact.state, fact.state)
+        phase, state = learner.phase, _STATES.get(fact.state, fact.state)
         if (learner.state, fact.reason) != ('trained', 'done'):  # it ends as all do
           self._becomes(name, state, at_s, why=fact.reason)
         learner.phase = phase
@@ -468,7 +468,7 @@ class RunFacts:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens
     learner.tokens += tokens
-    learner.tells_loss = learner.tells_loss or loss is not None
+    learner.has_loss = learner.has_loss or loss is not None
     loss = math.nan if loss is None else loss
     learner.steps.append(steps_lib.Step(at_s, self.tokens, clock, loss, seconds))
     clocks, reached = self._reached
@@ -495,7 +495,7 @@ class RunFacts:
 
   def _process(self, at_s: float, fact: report_facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
-    self.said[fact.child] = fact.text
+    self.texts[fact.child] = fact.text
     if (program := self._program(fact.child)) is None:
       return
     program.supervised, program.known = True, "the supervisor's records"

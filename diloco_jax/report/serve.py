@@ -68,7 +68,7 @@ class Watch:
           self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
         shifts = getattr(getattr(self._stream, '__self__', None), 'shifts', {})
-        if not self._behind and self._shifts != shifts:  # a clock that was believed so far
+        if not self._behind and self._shifts != shifts:  # a clock was found to be another one
           self._shifts = dict(shifts)
           self._begin()
           self._run.take(self._new(time.monotonic() + _READ_S))
@@ -100,7 +100,7 @@ class Watch:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = 'HTTP/1.1'
-  timeout = 60  # of a reader that takes nothing
+  timeout = 60  # of a reader that reads nothing
   watch: Watch
 
   def do_GET(self) -> None:

@@ -104,7 +104,7 @@ def _mean_pace(
 
 def _held_out(run: run_facts.RunFacts) -> list[list]:
   """Tokens and losses. A None lies between points that are unusually far apart, and after the one
-  before the first step, where a loss falls fast: no line tells what was not measured."""
+  before the first step, where a loss falls fast: no line shows what was not measured."""
   points: list[tuple[float, float | None]] = []
   apart = [b - a for a, b in itertools.pairwise(run.evaluated_tokens)]
   far = max(run.tokens / 5, 2 * min(apart[:-1] or apart or [0]))  # the last one may come early
@@ -190,5 +190,5 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
     deaths_s = [p.ended_s or 0 for p in learner.processes if p.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
-      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else its end says it
+      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else its end is an event, too
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

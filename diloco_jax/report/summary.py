@@ -76,7 +76,7 @@ def _png(shown: dict[str, Any]) -> bytes:
 def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> list[str]:
   """Replaces files, and returns the names of those for which that was not possible."""
   put = lambda name: functools.partial(_replace, folder / name, views[name])
-  return [name for name in views if not header.shown(put(name), str(folder / name), later)]
+  return [name for name in views if not header.try_to_show(put(name), str(folder / name), later)]
 
 
 def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:

@@ -85,7 +85,7 @@ def carry_out(phase: str, arguments: argparse.Namespace, limit_s: float) -> bool
         end_all(process)
   text = (out / f'{phase}.log').read_text('utf-8', 'replace')
   seconds = round(time.monotonic() - began_s, 1)
-  figures.add(out, phase, ended=ended, seconds=seconds, **figures.compiled(text))
+  figures.add(out, phase, ended=ended, seconds=seconds, **figures.compilations(text))
   return ended == 'in order'
 
 

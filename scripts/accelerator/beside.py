@@ -43,9 +43,9 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   cores = learner_overhead.CORES
   middle = len(cores) // 2
   halves = [','.join(map(str, half)) for half in (cores[:middle], cores[middle:])]
-  warm.fill(warm.configured('stdlib_lm:tiny', settings))
+  warm.fill(warm.configure('stdlib_lm:tiny', settings))
   learner_overhead.turn(NAME, False, 6 * period, halves, compiled=False)  # what else there is
-  exchanged(out, settings)
+  measure_exchange(out, settings)
   ways, turns_s = {'alone': [], 'beside': []}, 0.0
   steps = period * (40 if rehearse else PERIODS)
   while not turns_s or (not rehearse and time.monotonic() + 1.5 * turns_s < until):
@@ -62,10 +62,10 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
     figures.add(out, 'beside', ratios_of_steps_per_s=ratios, **last)
 
 
-def exchanged(out: pathlib.Path, settings: tuple[str, ...]) -> None:
+def measure_exchange(out: pathlib.Path, settings: tuple[str, ...]) -> None:
   """Each fragment encoded and adopted, one at a time: time, and the share of the bandwidth of the
   device's memory that the bytes which they must read and write have in it."""
-  assembled = build.assemble(warm.configured('stdlib_lm:tiny', settings))
+  assembled = build.assemble(warm.configure('stdlib_lm:tiny', settings))
   exchange = on_device.Exchange(assembled, arrays.fresh_island(assembled)).begin()
   sizes = [assembled.layout.size(p) for p in range(assembled.layout.num_fragments)]
   down = [np.zeros(assembled.codec_down.encoded_size(size), np.uint8) for size in sizes]

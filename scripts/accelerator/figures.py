@@ -1,5 +1,5 @@
-"""The figures of all phases, in one file of JSON that is replaced as a whole, and what the log of a
-phase says of compilation."""
+"""The figures of all phases, in one file of JSON that is replaced as a whole, and those of the
+compilations in the log of a phase."""
 
 import collections
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 FILE = 'figures.json'
 LOGGED = (
-  'jax._src.compiler,jax._src.dispatch'  # JAX_DEBUG_LOG_MODULES: `compiled` reads their lines
+  'jax._src.compiler,jax._src.dispatch'  # JAX_DEBUG_LOG_MODULES: `compilations` reads their lines
 )
 _MISS = re.compile(r"PERSISTENT COMPILATION CACHE MISS for '\S+' with key '(\S+)'")
 _FINISHED = re.compile(r'Finished XLA compilation of .* in ([0-9.]+) sec')
@@ -53,7 +53,7 @@ def machine(out: pathlib.Path) -> None:
   )
 
 
-def compiled(log: str) -> dict[str, Any]:
+def compilations(log: str) -> dict[str, Any]:
   """The distinct programs that the processes of a phase have compiled, the seconds of all their
   compilations, and the names of those that were compiled more than once. A process that finds a
   program in the cache has not compiled it."""

@@ -40,18 +40,18 @@ VALUES = 1 << 22
 def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   figures.add(out, 'processes', bits=bits(VALUES // 16 if rehearse else VALUES))
   for name, (config, settings) in (REHEARSED if rehearse else MODELS).items():
-    warm.fill(warm.configured(config, (*COMMON, *settings)))
+    warm.fill(warm.configure(config, (*COMMON, *settings)))
     with tempfile.TemporaryDirectory() as workdir:
       words = [f'--config={config}', *flags(settings)]
       most = REHEARSED_STEPS if rehearse else MOST_STEPS
-      trained(out, name, pathlib.Path(workdir), words, until, most)
+      train_all(out, name, pathlib.Path(workdir), words, until, most)
 
 
 def flags(settings: tuple[str, ...]) -> list[str]:
   return [f'--config.{setting}' for setting in (*COMMON, *settings)]
 
 
-def trained(
+def train_all(
   out: pathlib.Path, name: str, workdir: pathlib.Path, config: list[str], until: float, most: int
 ) -> None:
   """One learner alone shows the pace, and compiles what one that is back needs; then all train."""
@@ -61,7 +61,7 @@ def trained(
   seconds = min(left_s / 4, 40.0)
   steps = round(min(max(seconds / (step_s * LEARNERS), LEAST_STEPS), most))
   summary = train(workdir / 'run', config, LEARNERS, steps, VICTIM, 0.3)
-  figures.add(out, 'processes', **{name: described(workdir / 'run', summary, step_s)})
+  figures.add(out, 'processes', **{name: describe(workdir / 'run', summary, step_s)})
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
   return json.loads((workdir / summary_lib.REPORT / summary_lib.SUMMARY).read_text('utf-8'))
 
 
-def described(workdir: pathlib.Path, summary: dict[str, Any], alone_s: float) -> dict[str, Any]:
+def describe(workdir: pathlib.Path, summary: dict[str, Any], alone_s: float) -> dict[str, Any]:
   verdict = conductor_lib.judge(workdir)
   names = ('eval_loss_start', 'eval_loss_end', 'outer_steps', 'tokens_trained', 'tokens_merged')
   steps = {name: row['step_seconds_median'] for name, row in summary['learners'].items()}

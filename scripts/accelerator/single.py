@@ -33,16 +33,16 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   del until
   calls: collections.Counter[str] = collections.Counter()
   for module, name in (*SEAMS, (payloads_lib, 'to_host')):
-    setattr(module, name, counted(calls, name, getattr(module, name)))
+    setattr(module, name, count_calls(calls, name, getattr(module, name)))
   config = stdlib_lm.get_config('tiny' if rehearse else 'decoupled')
   config.mesh.data, config.train.eval_every = 1, 0
   with tempfile.TemporaryDirectory() as folder_of_both:
     warm, workdir = (pathlib.Path(folder_of_both) / name for name in ('warm', 'run'))
     # One learner alone compiles everything: two would compile it twice, at once.
-    trained(config, warm, 1, 4 * config.sync.period)
+    train(config, warm, 1, 4 * config.sync.period)
     calls.clear()
     began_s = time.monotonic()
-    controller, exits = trained(config, workdir, 2, 60 if rehearse else 400)
+    controller, exits = train(config, workdir, 2, 60 if rehearse else 400)
     seconds = time.monotonic() - began_s
     read, verdict = folder_lib.read(workdir), conductor_lib.judge(workdir)
   summary = summary_lib.summarize(read)
@@ -62,7 +62,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   )
 
 
-def trained(
+def train(
   config: run_config.Config, workdir: pathlib.Path, learners: int, steps: int
 ) -> tuple[single_controller.SingleController, dict[str, actions.Exit]]:
   config = copy.deepcopy(config)
@@ -72,7 +72,9 @@ def trained(
   return controller, controller.join()
 
 
-def counted(calls: collections.Counter[str], name: str, function: Callable) -> Callable[..., Any]:
+def count_calls(
+  calls: collections.Counter[str], name: str, function: Callable
+) -> Callable[..., Any]:
   def call(*args: Any, **named: Any) -> Any:
     calls[name] += 1
     return function(*args, **named)

@@ -4,7 +4,7 @@ from diloco_jax.config import load, run_config
 from diloco_jax.verification.virtual import virtual
 
 
-def configured(name: str, settings: tuple[str, ...]) -> run_config.Config:
+def configure(name: str, settings: tuple[str, ...]) -> run_config.Config:
   """The config with settings as on a command line, of numbers, words and truth values."""
   config = load.load(name)
   for setting in settings:

@@ -128,11 +128,11 @@ def _name_threads() -> None:
 def _time_calls(path: str) -> None:
   times = {name: [] for _, name in TIMED}
   for owner, name in TIMED:
-    setattr(owner, name, _timed(getattr(owner, name), times[name]))
+    setattr(owner, name, _time(getattr(owner, name), times[name]))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(times), 'utf-8'))
 
 
-def _timed(call, times: list[tuple[float, float]]):
+def _time(call, times: list[tuple[float, float]]):
   def timed(*args, **named):
     began_s, cpu_s = time.perf_counter(), time.thread_time()
     result = call(*args, **named)

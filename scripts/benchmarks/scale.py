@@ -109,10 +109,10 @@ class Rig:
       ('merge', theta, 'merge'),
       ('log', log, 'write'),
     ):
-      setattr(owner, method, self._timed(name, getattr(owner, method)))
+      setattr(owner, method, self._time(name, getattr(owner, method)))
     self._theta, self._payloads = theta, {}
 
-  def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+  def _time(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def timed(*args: Any, **named: Any) -> Any:
       began = time.process_time()
@@ -199,7 +199,7 @@ def growth(sizes: list[int], times: list[float]) -> dict[str, float]:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-def resident(millions: int) -> None:
+def print_resident(millions: int) -> None:
   """Prints the most memory that this process has had resident after some outer steps, in bytes."""
   with tempfile.TemporaryDirectory() as folder:
     rig = Rig(millions, pathlib.Path(folder), FRAGMENTS)
@@ -322,6 +322,6 @@ def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) 
 if __name__ == '__main__':
   syncer_process.prepare()
   if sys.argv[1:2] == ['resident']:
-    resident(int(sys.argv[2]))
+    print_resident(int(sys.argv[2]))
   else:
     main()

@@ -44,7 +44,7 @@ SIZES = {'1 kB': 1 << 10, '1 MB': 1 << 20, '16 MB': 16 << 20}
 
 
 @contextlib.contextmanager
-def served(delay_ms: int) -> Iterator[dict[str, str]]:
+def serve_bucket(delay_ms: int) -> Iterator[dict[str, str]]:
   """A fake that waits before each answer; the environment of its clients."""
   words = ['-m', 'tests.storage.fake_gcs', f'--bucket={BUCKET}', f'--delay-ms={delay_ms}']
   process = subprocess.Popen(
@@ -98,7 +98,7 @@ def outer_steps(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> di
         rig = scale.Rig(MILLIONS, folder / 'steps' / place / 'syncer', store=store)
       rigs[place] = stack.enter_context(contextlib.closing(rig))
       log, times = rig._log, times_of.setdefault(place, {'outer step': [], 'of it the log': []})
-      log.write = timed(log.write, times['of it the log'])
+      log.write = time_calls(log.write, times['of it the log'])
     for turn in range(rounds + 1):
       for place, rig in rigs.items():
         times_of[place]['outer step'].append(1e3 * rig.outer_step(LEARNERS)['seconds'])
@@ -160,7 +160,7 @@ def open_store(url: str, workdir: pathlib.Path) -> contextlib.AbstractContextMan
   return stored.opened(config, workdir, lambda text: None)
 
 
-def timed(call: Callable, times: list[float]) -> Callable:
+def time_calls(call: Callable, times: list[float]) -> Callable:
   def timed_call(*args):
     began_s = time.perf_counter()
     call(*args)
@@ -190,7 +190,7 @@ def main() -> None:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     urls = {'folder': str(folder / 'store')}
     for delay_ms in DELAYS_MS:
-      _environments[f'{delay_ms} ms'] = stack.enter_context(served(delay_ms))
+      _environments[f'{delay_ms} ms'] = stack.enter_context(serve_bucket(delay_ms))
       urls[f'{delay_ms} ms'] = f'gs://{BUCKET}/run'
     os.environ |= _environments['0 ms']  # before gcsfs is imported
     parts = {
