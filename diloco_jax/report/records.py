@@ -50,7 +50,6 @@ class Recorder:
     process: str,
     tensorboard: bool = True,
     prefix: str = '',
-    limit_bytes: int = LIMIT_BYTES,
   ):
     """Opens the file of facts.
 
@@ -59,11 +58,9 @@ class Recorder:
       process: the name of the process, for example 'l0' or 'syncer'.
       tensorboard: also write curves. A killed process loses the last 8 KiB of them.
       prefix: of every line for people, if several nodes share an output.
-      limit_bytes: the most that the file of facts may have.
     """
     self._process = process
     self._prefix = prefix
-    self._limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
@@ -144,10 +141,8 @@ class Recorder:
         self._curves = None
 
   def _append(self, line: bytes) -> None:
-    if self._file.tell() + len(line) > self._limit_bytes:
-      raise OSError(
-        f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
-      )
+    if self._file.tell() + len(line) > LIMIT_BYTES:
+      raise OSError(f'{self._file.name} has {LIMIT_BYTES >> 20} MiB, the most that it may have')
     try:
       self._catch_up()
       self._write(line)

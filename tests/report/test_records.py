@@ -47,8 +47,9 @@ def test_facts_are_read_in_order_while_they_are_written(tmp_path):
   recorder.close()
 
 
-def test_a_file_of_facts_ends_at_its_limit_and_says_so_once(tmp_path, capsys):
-  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False, limit_bytes=1 << 20)
+def test_a_file_of_facts_ends_at_its_limit_and_says_so_once(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(records_lib, 'LIMIT_BYTES', 1 << 20)
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
   for number in range(20_000):
     recorder.report(step(number))
   path = tmp_path / 'records' / 'l0.jsonl'
