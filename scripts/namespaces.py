@@ -110,8 +110,7 @@ def network(node: str, ip: str) -> Iterator[Sequence[str]]:
   """A namespace whose device `cable` has an address and is connected to the bridge by the device
   `node`; the words that run a command in it."""
   holder = subprocess.Popen(
-    ['unshare', '--net', '--uts', 'sh', '-c', 'echo; exec sleep infinity'],
-    stdout=subprocess.PIPE,
+    ['unshare', '--net', '--uts', 'sh', '-c', 'echo; exec sleep infinity'], stdout=subprocess.PIPE
   )
   try:
     holder.stdout.readline()  # the namespace is there

@@ -27,9 +27,7 @@ from diloco_jax.storage import folders, wal
 cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _TO = flags.DEFINE_string(
-  'to',
-  '',
-  "Which checkpoint of the syncer to take: 'latest', or the newest at or before a clock.",
+  'to', '', "Which checkpoint of the syncer to take: 'latest', or the newest at or before a clock."
 )
 
 

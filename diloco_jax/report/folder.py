@@ -32,11 +32,8 @@ def choose(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
     return workdir
   if not (workdirs := runs()):
     raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
-  print(
-    f'{workdirs[-1]}, the newest of {len(workdirs)} in {folders.RUNS}/',
-    file=sys.stderr,
-    flush=True,
-  )
+  newest = f'{workdirs[-1]}, the newest of {len(workdirs)} in {folders.RUNS}/'
+  print(newest, file=sys.stderr, flush=True)
   return workdirs[-1]
 
 

@@ -45,11 +45,7 @@ class Recorder:
   """Records of one process (node.ports.Records). Thread-safe; never raises on a failing disk."""
 
   def __init__(
-    self,
-    workdir: str | os.PathLike,
-    process: str,
-    tensorboard: bool = True,
-    prefix: str = '',
+    self, workdir: str | os.PathLike, process: str, tensorboard: bool = True, prefix: str = ''
   ):
     """Opens the file of facts.
 
@@ -98,11 +94,7 @@ class Recorder:
     self._guard(lambda: header.say(f'{self._prefix}{header.clock()}{text}'))
 
   def completed(
-    self,
-    step: int,
-    seconds: float,
-    measured: dict[str, float],
-    cost: report_facts.Cost,
+    self, step: int, seconds: float, measured: dict[str, float], cost: report_facts.Cost
   ) -> None:
     """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan

@@ -75,10 +75,7 @@ def turn(
     address = 'none' if alone else f'file:{workdir}/syncer/address'
     syncer = None if alone else processes.start(cores[1], ['syncer', *common])
     learner = processes.start(
-      cores[0],
-      ['learner', *common, '--learner=l0', f'--syncer={address}'],
-      devices,
-      times,
+      cores[0], ['learner', *common, '--learner=l0', f'--syncer={address}'], devices, times
     )
     try:
       samples = processes.watch(learner)

@@ -69,12 +69,7 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
   params = {f'w{k:02}': jnp.zeros((WIDTH, WIDTH)) for k in range(ARRAYS)}
   step = inner_step(index)
   join = diloco_jax.join(
-    params,
-    learner=f'l{index}',
-    syncer=address,
-    total_steps=rounds,
-    sync=sync,
-    wait_s=DEADLINE_S,
+    params, learner=f'l{index}', syncer=address, total_steps=rounds, sync=sync, wait_s=DEADLINE_S
   )
   with join as peer:
     params = peer.params

@@ -50,10 +50,7 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 
 def start(
-  cores: int | str,
-  words: Sequence[str],
-  devices: int = 1,
-  times: pathlib.Path | str = '',
+  cores: int | str, words: Sequence[str], devices: int = 1, times: pathlib.Path | str = ''
 ) -> subprocess.Popen:
   """Starts `diloco *words` on a core, or on several ('0,1'); with so many emulated
   devices."""

@@ -92,15 +92,7 @@ class Rig:
     self._posted: list[events.Event] = []
     self._records = records_lib.Recorder(folder, 'syncer')
     self._work = syncer_work.SyncerWork(
-      assembled,
-      theta,
-      self._posted.append,
-      print,
-      self._store,
-      self._records,
-      None,
-      log,
-      None,
+      assembled, theta, self._posted.append, print, self._store, self._records, None, log, None
     )
     self._spent: Counter[str] = Counter()
     self._log = log
