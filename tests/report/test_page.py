@@ -67,18 +67,14 @@ def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
   assert f'the syncer chose {sentence}' in text
 
 
-def test_no_line_bridges_an_absence_and_the_kill_is_marked(workdir):
+def test_a_curve_has_few_points_and_no_line_bridges_an_absence_and_the_kill_is_marked(workdir):
   tokens, losses, ended = read(workdir)['learners']['l0']['curve']
+  assert state_lib.POINTS / 2 < len(tokens) < state_lib.POINTS + 20
   assert tokens == sorted(set(tokens))
   gap = losses.index(None)
   assert ended[gap - 1] == 'killed' and ended.count('killed') == 1
   assert set(losses[gap + 1 : -1]) == {4.0} and losses[-1] is None
   assert losses[gap - 1] == pytest.approx(4.0, abs=0.01)
-
-
-def test_a_curve_has_few_points_however_long_the_run_is(workdir):
-  tokens, *_ = read(workdir)['learners']['l0']['curve']
-  assert state_lib.POINTS / 2 < len(tokens) < state_lib.POINTS + 20
 
 
 def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
@@ -87,18 +83,20 @@ def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
   json.dumps(state, allow_nan=False)
 
 
-def test_no_line_joins_held_out_points_that_are_far_apart(workdir):
+@pytest.mark.parametrize(
+  'evaluated, losses',
+  [
+    ([(10, 4.9), (20, 4.8), (30, 4.7), (40, 4.6), (STEPS, 3.0)], [4.9, 4.8, 4.7, 4.6, None, 3.0]),
+    ([(STEPS // 3, 4), (2 * STEPS // 3, 3), (STEPS, 2)], [4, 3, 2]),
+  ],
+  ids=['far apart', 'few'],
+)
+def test_no_line_joins_held_out_points_that_are_unusually_far_apart(workdir, evaluated, losses):
   assert read(workdir)['held_out'][1] == [3.25]
-  rows = [evaluation(91 + i, 10 * i, 5 - i / 10) for i in range(1, 5)]
-  add_of(workdir, 'syncer', *rows, evaluation(99, STEPS, 3.0))
-  tokens, losses = read(workdir)['held_out']
-  assert losses == [3.25, 4.9, 4.8, 4.7, 4.6, None, 3.0] and tokens == sorted(tokens)
-
-
-def test_a_line_joins_the_few_held_out_points_of_a_short_run(workdir):
-  rows = [evaluation(91 + i, i * STEPS // 3, 5 - i) for i in range(1, 4)]
+  rows = [evaluation(91 + i, clock, loss) for i, (clock, loss) in enumerate(evaluated)]
   add_of(workdir, 'syncer', *rows)
-  assert read(workdir)['held_out'][1] == [3.25, 4, 3, 2]
+  tokens, found_losses = read(workdir)['held_out']
+  assert found_losses == [3.25, *losses] and tokens == sorted(tokens)
 
 
 def test_learners_with_models_of_their_own_have_losses_with_a_unit_and_a_curve(workdir):
@@ -180,7 +178,7 @@ class _Links(html.parser.HTMLParser):
 
   def __init__(self, text: str):
     super().__init__()
-    self.links, self.data, self.title, self._tag = [], '', '', ''
+    self.links, self.data, self._tag = [], '', ''
     self.feed(text)
 
   def handle_starttag(self, tag, attrs):

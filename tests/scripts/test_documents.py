@@ -48,13 +48,13 @@ def commands(text: str) -> list[str]:
 
 def sections() -> dict[str, list[str]]:
   """The commands of the sections that write something for containers."""
-  by_section = {}
+  blocks = {}
   for page in PAGES:
     for section in page.read_text().split('\n## ')[1:]:
       said = commands(section)
       if any(ENGINE in command for command in said):
-        by_section[f'{page.stem}: {section.partition(chr(10))[0]}'] = said
-  return by_section
+        blocks[f'{page.stem}: {section.partition(chr(10))[0]}'] = said
+  return blocks
 
 
 def carry_out(section: str, folder: pathlib.Path) -> None:
@@ -75,14 +75,13 @@ def carry_out(section: str, folder: pathlib.Path) -> None:
 
 def of_manifests(folder: pathlib.Path) -> list[list[str]]:
   """The commands of the containers in manifests."""
-  commands_ = []
+  argvs = []
   for path in sorted(folder.glob('manifests/*.yaml')):
-    (job_set,) = [
-      document for document in schemas.documents(path.read_text()) if document['kind'] == 'JobSet'
-    ]
-    job = job_set['spec']['replicatedJobs'][0]['template']['spec']
-    commands_.append(job['template']['spec']['containers'][0]['args'])
-  return commands_
+    documents = schemas.documents(path.read_text())
+    (spec,) = [document['spec'] for document in documents if document['kind'] == 'JobSet']
+    pod = spec['replicatedJobs'][0]['template']['spec']['template']['spec']
+    argvs.append(pod['containers'][0]['args'])
+  return argvs
 
 
 @pytest.fixture(scope='module', name='packages')
@@ -99,9 +98,7 @@ def test_a_section_works_with_the_files_of_the_image(section, packages, tmp_path
   carry_out(section, tmp_path)
   (tmp_path / 'elsewhere').mkdir()
   read = command_line.read(of_manifests(tmp_path), packages, tmp_path / 'elsewhere')
-  named = {
-    name for command in sections()[section] for name in re.findall('--config=(\\S+)', command)
-  }
+  named = set(re.findall('--config=(\\S+)', '\n'.join(sections()[section])))
   monkeypatch.chdir(command_line.ROOT)
   assert {program['config']['name'] for program in read} == {load.load(name).name for name in named}
   assert len(read) == SECTIONS[section]
@@ -140,11 +137,6 @@ def test_docker_runs_what_the_image_has(packages, tmp_path):
   argvs = [['diloco', *shlex.split(line)[1:]] for line in runs]
   (tmp_path / 'elsewhere').mkdir()
   assert argvs and len(command_line.read(argvs, packages, tmp_path / 'elsewhere')) == len(argvs)
-  builds = [
-    command
-    for said in sections().values()
-    for command in said
-    if command.startswith('docker build')
-  ]
-  for build in builds:
+  commands_ = [command for said in sections().values() for command in said]
+  for build in (command for command in commands_ if command.startswith('docker build')):
     image.build(**dict(re.findall(r'--build-arg (\w+)=(\S+)', build)))
