@@ -38,22 +38,24 @@ _RENEW = flags.DEFINE_bool('renew', False, 'With issue, sign: replace the presen
 def main(argv: list[str]) -> None:
   words = argv[1:]
   commands = {
-    'init': _init,
-    'issue': _issue,
-    'csr': _csr,
-    'sign': _sign,
-    'revoke': _revoke,
-    'list': _list,
-    'check': _check,
-  }
+    'init': (_init, 0, '--name=NAME'),
+    'issue': (_issue, None, 'ID ...'),
+    'csr': (_csr, 1, 'FOLDER'),
+    'sign': (_sign, 1, 'REQUEST.pem --learner=ID'),
+    'revoke': (_revoke, 1, 'ID'),
+    'list': (_list, 0, ''),
+    'check': (_check, 1, 'FOLDER'),
+  }  # and how many words follow each, None: one or more
   if not words or words[0] not in commands:
     raise exits.NeverRetry(f'diloco certs {"|".join(commands)}; diloco certs --help')
+  run, count, usage = commands[words[0]]
   with exits.never_retry(ValueError, OSError):
-    commands[words[0]](words[1:])
+    if len(words) == 1 if count is None else len(words) - 1 != count:
+      raise ValueError(f'usage: diloco certs {words[0]} {usage}'.rstrip())
+    run(*words[1:])
 
 
-def _init(words: list[str]) -> None:
-  _count(words, 0, 'init --name=NAME')
+def _init() -> None:
   if not _NAME.value:
     raise ValueError('init needs the name of the run, --name=NAME')
   owner = authority.init(_folder(), _NAME.value, proofs.utc_now())
@@ -63,31 +65,28 @@ def _init(words: list[str]) -> None:
   )
 
 
-def _issue(words: list[str]) -> None:
-  _count(words, None, 'issue ID ...')
+def _issue(*ids: str) -> None:
   owner = authority.load(_folder())
-  for id in words:
+  for id in ids:
     proof = owner.issue(id, proofs.utc_now(), _RENEW.value)
     print(f'{proof.name.uri}: {owner.folder / id}, until {proofs.date(proof.not_after)}')
 
 
-def _csr(words: list[str]) -> None:
-  _count(words, 1, 'csr FOLDER')
-  path = authority.request(pathlib.Path(words[0]))
+def _csr(folder: str) -> None:
+  path = authority.request(pathlib.Path(folder))
   print(
     f'made {path}: send it to the owner of the run, and put the ca.pem and cert.pem that come back '
     f'into {path.parent}'
   )
 
 
-def _sign(words: list[str]) -> None:
-  _count(words, 1, 'sign REQUEST.pem --learner=ID')
+def _sign(path: str) -> None:
   if not _LEARNER.value:
     raise ValueError('sign needs the id of the learner, --learner=ID: the owner gives the name')
   if _LEARNER.value == names.SYNCER:
     raise ValueError("sign is for learners; the syncer's key is made by init")
   owner = authority.load(_folder())
-  request = private.read(pathlib.Path(words[0]))
+  request = private.read(pathlib.Path(path))
   proof = owner.sign(request, _LEARNER.value, proofs.utc_now(), _RENEW.value)
   authority_file, certificate = (
     owner.folder / _LEARNER.value / name for name in (check_lib.AUTHORITY, check_lib.CERTIFICATE)
@@ -96,18 +95,16 @@ def _sign(words: list[str]) -> None:
   print(f'{proof.name.uri}: send {authority_file} and {certificate} back, until {until}')
 
 
-def _revoke(words: list[str]) -> None:
-  _count(words, 1, 'revoke ID')
+def _revoke(id: str) -> None:
   owner = authority.load(_folder())
-  number = owner.revoke(words[0])
+  number = owner.revoke(id)
   print(
-    f'{words[0]}: {number} certificates are no longer accepted, once the syncer has '
+    f'{id}: {number} certificates are no longer accepted, once the syncer has '
     f'{owner.folder / names.SYNCER / allowlist.FILE}'
   )
 
 
-def _list(words: list[str]) -> None:
-  _count(words, 0, 'list')
+def _list() -> None:
   owner, now = authority.load(_folder()), proofs.utc_now()
   ends = owner.certificate.not_valid_after_utc
   print(f'run {owner.run}; its authority ends at {proofs.date(ends)}')
@@ -122,9 +119,8 @@ def _list(words: list[str]) -> None:
     print(f'{name.id:12} {name.role:8} {state:9} until {proofs.date(proof.not_after)}')
 
 
-def _check(words: list[str]) -> None:
-  _count(words, 1, 'check FOLDER')
-  folder, now = pathlib.Path(words[0]), proofs.utc_now()
+def _check(path: str) -> None:
+  folder, now = pathlib.Path(path), proofs.utc_now()
   role = names.SYNCER if (folder / allowlist.FILE).exists() else names.LEARNER
   identity = check_lib.read(folder, role, now)
   if role == names.SYNCER:
@@ -136,8 +132,3 @@ def _check(words: list[str]) -> None:
 
 def _folder() -> pathlib.Path:
   return pathlib.Path(_TLS.value).absolute()
-
-
-def _count(words: list[str], number: int | None, usage: str) -> None:
-  if (not words) if number is None else len(words) != number:
-    raise ValueError(f'usage: diloco certs {usage}')
