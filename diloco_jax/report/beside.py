@@ -2,10 +2,9 @@
 
 import pathlib
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import header, page
@@ -79,4 +78,4 @@ def _points(curves: Sequence[Sequence[Mapping[str, Any]]], by: str) -> list[Mapp
 
 def _training_loss(run: Mapping[str, Any]) -> float | None:
   losses = [row['loss'] for row in run['learners'].values() if row['loss'] is not None]
-  return float(np.mean(losses)) if losses else None
+  return statistics.fmean(losses) if losses else None

@@ -135,8 +135,8 @@ def _curve(learner: programs.LearnerFacts) -> list[list]:
       some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:  # a loss that became NaN has its end where it was one
-      places = range(first, len(points))
-      last = max((i for i in places if math.isfinite(points[i][1])), default=-1)
+      own = range(first, len(points))
+      last = max((i for i in own if math.isfinite(points[i][1])), default=-1)
       points[last] = (*points[last][:2], process.ended)
       points.append((points[-1][0] + 1, None, ''))
   return [list(column) for column in zip(*points)] or [[], [], []]

@@ -379,11 +379,9 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
     if row['cost']:
-      devices = (
-        f'{row["cost"]["devices"]} x {row["cost"]["kind"]}',
-        report_facts.speed_text(row['speed']),
-      )
-      line += ', '.join(['', *filter(None, devices)])
+      line += f', {row["cost"]["devices"]} x {row["cost"]["kind"]}'
+    if row['speed']:
+      line += f', {report_facts.speed_text(row["speed"])}'
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     if row['incarnations'] > 1 or row['staleness']:
@@ -394,8 +392,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   if period := summary['period_chosen']:
     lines.append(f'the syncer chose a period of {period} inner steps, as most links asked for it')
   if cosines := summary['cosines']:
-    devices = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
-    lines.append(f'cosines      between the updates of two learners, on average: {devices}')
+    texts = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
+    lines.append(f'cosines      between the updates of two learners, on average: {texts}')
   return lines + _clock_lines(summary)
 
 
@@ -460,14 +458,12 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
     if count:
       lines.append(f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}')
   if summary['waited_steps_median'] is not None:
-    lines.append(
+    lines += [
       f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} connected '
-      'learners are in an outer step, on average'
-    )
-    lines.append(
+      'learners are in an outer step, on average',
       f'               the syncer waits for their updates as long as '
-      f'{summary["waited_steps_median"]:.2f} inner steps take (median)'
-    )
+      f'{summary["waited_steps_median"]:.2f} inner steps take (median)',
+    ]
   return lines
 
 
@@ -488,21 +484,17 @@ def goodput_lines(goodput: Mapping[str, Any], width: int = COLUMNS) -> list[str]
       shares = [f'{100 * row["shares"].get(category, 0):z.1f}' for _, row in some]
       if any(share != '0.0' for share in shares):
         lines.append(f'  {category:24}' + ''.join(share.rjust(cell) for share in shares))
-  lines.append(
+  note = [f'               {goodput["note"]}'] if goodput['note'] else []
+  return [
+    *lines,
     f'goodput        {goodput["training"]:.1%} of the time of all learners in inner steps at the '
-    f'ideal pace, merged or not; {goodput["training_since_joined"]:.1%} since they joined'
-  )
-  lines.append(
+    f'ideal pace, merged or not; {goodput["training_since_joined"]:.1%} since they joined',
     f'token goodput  {goodput["token"]:.1%} of what they could have trained since then is in the '
-    f'model'
-  )
-  if goodput['note']:
-    lines.append(f'               {goodput["note"]}')
-  lines.append(
+    f'model',
+    *note,
     f'uptime         {goodput["uptime"]:.1%} with a quorum that trained, '
-    f'{goodput["system_uptime"]:.1%} without long gaps between outer steps'
-  )
-  return lines
+    f'{goodput["system_uptime"]:.1%} without long gaps between outer steps',
+  ]
 
 
 def _wire_lines(summary: Mapping[str, Any]) -> list[str]:
