@@ -136,9 +136,9 @@ class LearnerFacts(Program):
     for process, following in zip(self.processes, [*self.processes[1:], None]):
       if process.ended_s is None or process.ended in ('done', 'stopped'):
         continue
-      back_s = following.first_step_s if following else None
-      if back_s is None and following is not None and following.ended_s is not None:
-        back_s = following.ended_s  # it died before it stepped; its own time down follows
+      back_s = None
+      if following:  # which may die before its first step; its own time down follows
+        back_s = following.ended_s if following.first_step_s is None else following.first_step_s
       down_s += (end_s if back_s is None else back_s) - process.ended_s
     return down_s
 

@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from diloco_jax import __main__
+from diloco_jax.commands import init
 from diloco_jax.launch import cli
+from diloco_jax.process import exits
 from diloco_jax.report import folder as folder_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -36,15 +38,15 @@ def diloco(*words: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(name='project')
 def _project(tmp_path) -> pathlib.Path:
-  assert diloco('init', 'mine', cwd=tmp_path).returncode == 0
-  return tmp_path / 'mine'
+  assert diloco('init', 'project', cwd=tmp_path).returncode == 0
+  return tmp_path / 'project'
 
 
 def test_a_new_project_is_five_short_files(project):
   texts = {path.name: path.read_text('utf-8') for path in project.iterdir()}
   assert texts.keys() == {'.gitignore', 'README.md', 'config.py', 'loop.py', 'run.sh'}
   assert all(text.count('\n') < 80 for text in texts.values())
-  assert texts['README.md'].startswith('# mine\n') and 'runs/' in texts['.gitignore'].split()
+  assert texts['README.md'].startswith('# project\n') and 'runs/' in texts['.gitignore'].split()
   assert os.access(project / 'run.sh', os.X_OK)
 
 
@@ -69,25 +71,21 @@ def test_it_ends_at_once_and_says_why_if_the_syncer_does_not_start(project):
   assert 'the syncer has ended' in done.stderr and 'sync.quorum?' in done.stderr
 
 
-@pytest.mark.parametrize('name', ['README.md', '.gitignore', 'run.sh'])
-def test_a_file_that_is_there_is_kept_and_nothing_is_written(tmp_path, name: str):
-  (tmp_path / name).write_text('mine')
-  refused = diloco('init', '.', cwd=tmp_path)
-  assert refused.returncode == 42 and f'{name} is there already' in refused.stderr
+@pytest.mark.parametrize('name', ['README.md', '.gitignore', 'run.sh', 'file'])
+def test_a_file_that_is_there_is_kept_and_nothing_is_written(tmp_path, monkeypatch, name: str):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / name).write_text('kept')
+  why = 'file cannot be written' if name == 'file' else f'{name} is there already'
+  with pytest.raises(exits.NeverRetry, match=why):
+    init.main(['init', 'file' if name == 'file' else '.'])
   assert [path.name for path in tmp_path.iterdir()] == [name]
-  assert (tmp_path / name).read_text() == 'mine'
+  assert (tmp_path / name).read_text() == 'kept'
 
 
-def test_a_folder_that_cannot_be_written_is_left_as_it_was(tmp_path):
-  (tmp_path / 'file').write_text('mine')
-  refused = diloco('init', 'file', cwd=tmp_path)
-  assert refused.returncode == 42 and 'file cannot be written' in refused.stderr
-  assert (tmp_path / 'file').read_text() == 'mine'
-
-
-def test_other_files_may_be_there(tmp_path):
-  (tmp_path / 'notes.txt').write_text('mine')
-  assert diloco('init', '.', cwd=tmp_path).returncode == 0
+def test_other_files_may_be_there(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'notes.txt').write_text('kept')
+  init.main(['init', '.'])
   assert (tmp_path / 'README.md').read_text().startswith(f'# {tmp_path.name}\n')
 
 

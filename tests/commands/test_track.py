@@ -54,13 +54,13 @@ def _train(workdir: pathlib.Path, first: int) -> None:
     syncer.report(report_facts.Eval(step=first, loss=6.0))
 
 
-def _track(workdir: pathlib.Path, *words: str) -> subprocess.Popen[str]:
+def _track(workdir: pathlib.Path, *words: str, **environment: str) -> subprocess.Popen[str]:
   return subprocess.Popen(
-    [sys.executable, '-m', 'diloco_jax', 'track', f'--workdir={workdir}', '--project=p', *words],
-    cwd=ROOT,
-    env={**os.environ, 'WANDB_MODE': 'offline'},
+    [sys.executable, '-P', '-m', 'diloco_jax', 'track', f'--workdir={workdir}', *words],
+    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
     text=True,
     stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
   )
 
 
@@ -69,19 +69,15 @@ def _workdir(tmp_path):
   return tmp_path / 'a_run'
 
 
-def test_without_a_login_it_says_what_to_do(workdir):
+def test_without_a_login_it_says_what_to_do(workdir, monkeypatch):
   _train(workdir, 1)
-  nobody = {name: value for name, value in os.environ.items() if not name.startswith('WANDB')}
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'track', f'--workdir={workdir}'],
-    cwd=ROOT,
-    env={**nobody, 'HOME': str(workdir), 'NETRC': str(workdir / 'none')},
-    text=True,
-    capture_output=True,
-  )
-  assert (done.returncode, done.stdout) == (42, '')
+  for name in [name for name in os.environ if name.startswith('WANDB')]:
+    monkeypatch.delenv(name)
+  track = _track(workdir, HOME=str(workdir), NETRC=str(workdir / 'none'))
+  stdout, stderr = track.communicate()
+  assert (track.returncode, stdout) == (42, '')
   said = 'error: wandb: .*The run and its records are as they were: `wandb login`, or .*\n'
-  assert re.fullmatch(said, done.stderr)
+  assert re.fullmatch(said, stderr)
 
 
 _WANDB = """
@@ -101,7 +97,6 @@ def test_each_row_is_sent_once_whatever_its_time_is(workdir, tmp_path):
   path, sent = workdir / 'records' / 'l0.jsonl', tmp_path / 'sent'
   path.parent.mkdir(parents=True)
   (tmp_path / 'wandb.py').write_text(_WANDB, 'utf-8')
-  environment = {**os.environ, 'PYTHONPATH': f'{tmp_path}:{ROOT}', 'SENT': str(sent)}
   row = lambda clock, at_s: json.dumps({'name': 'step', 'step': clock, 'time': at_s}) + '\n'
   texts = [row(1, 9000) + row(2, 9001), row(3, 1800) + row(4, 1801), '']
   texts += [row(5, 9000), 'cut']
@@ -111,9 +106,9 @@ def test_each_row_is_sent_once_whatever_its_time_is(workdir, tmp_path):
       file.write(text)
     if text == 'cut':
       os.truncate(path, len(row(1, 9000)))
-    command = [sys.executable, '-P', '-m', 'diloco_jax', 'track', f'--workdir={workdir}']
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=True)
-    said.append(done.stdout)
+    track = _track(workdir, PYTHONPATH=f'{tmp_path}:{ROOT}', SENT=str(sent))
+    said.append(track.communicate()[0])
+    assert track.returncode == 0
   assert sent.read_text('utf-8').split() == ['1', '2', '3', '4', '5', '1']
   assert [f'{path} is not the file that was sent' in text for text in said] == [False] * 4 + [True]
 
@@ -121,11 +116,14 @@ def test_each_row_is_sent_once_whatever_its_time_is(workdir, tmp_path):
 @pytest.mark.long
 def test_a_run_that_is_continued_continues_its_lines(workdir):
   _train(workdir, 1)
-  with _track(workdir) as first:
+  offline = {'WANDB_MODE': 'offline'}
+  with _track(workdir, '--project=p', **offline) as first:
     said = first.stdout.read().splitlines()
   assert first.returncode == 0 and {line.split(':')[0] for line in said} == {'l0', 'syncer'}
 
-  with _track(workdir, '--follow') as second:  # it begins after the rows that were sent
+  with _track(
+    workdir, '--project=p', '--follow', **offline
+  ) as second:  # it begins after the rows that were sent
     _train(workdir, 4)
     for _ in range(2):
       assert second.stdout.readline()
