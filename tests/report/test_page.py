@@ -142,12 +142,8 @@ def test_the_mean_pace_of_a_run_that_has_ended_is_told(workdir):
 def test_the_axis_of_a_loss_has_three_numbers_or_more_and_none_overlap(power, decades, log):
   low, high = 10**power, 10 ** (power + decades)
   numbers = picture.ticks(low, high, log)
-  assert (
-    3 <= len(numbers) <= 8
-    and numbers == sorted(set(numbers))
-    and low <= numbers[0]
-    and numbers[-1] <= high
-  )
+  assert 3 <= len(numbers) <= 8 and numbers == sorted(set(numbers))
+  assert low <= numbers[0] and numbers[-1] <= high
   place = math.log if log else float
   apart = (place(high) - place(low)) / 13
   assert all(place(b) - place(a) > 0.999 * apart for a, b in itertools.pairwise(numbers))
