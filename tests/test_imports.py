@@ -226,7 +226,7 @@ REACH = {
     _LIBRARIES,
   ),
   'status': ('__main__ launch.cli commands.status', f'{_PAGE} commands launch', 'absl etils'),
-  'report': ('__main__ launch.cli commands.report', f'{_PAGE} commands launch', 'absl etils numpy'),
+  'report': ('__main__ launch.cli commands.report', f'{_PAGE} commands launch', 'absl etils'),
 }
 
 
