@@ -89,7 +89,7 @@ class Door(grpc.GenericRpcHandler):
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     seats: for so many sessions.
-    say: takes lines for the operator: about certificates, and sessions that no learner used.
+    say: prints lines for the operator: about certificates, and sessions that no learner used.
     bring: answers a loop that calls BRING (process/bring.py), until the door is opened.
     access: whether learners must prove their names.
     shared_port: other processes may listen on the port, too.
@@ -111,7 +111,7 @@ class Door(grpc.GenericRpcHandler):
   ):
     reserve_descriptors(seats)
     self.troubles = Troubles(say)
-    self._calls = dict.fromkeys(('Control', 'Bulk', grpc_session.FOLLOW), _early)
+    self._calls = dict.fromkeys(('Control', 'Bulk', grpc_session.FOLLOW), _refuse_early)
     self._live: Callable[[], list[Proved]] = list
     self._bring = bring
     threads = 2 * seats + _LINE + _SPARE_CALLS
@@ -136,7 +136,7 @@ class Door(grpc.GenericRpcHandler):
     """Of gRPC: who answers a call."""
     method = handler_call_details.method.removeprefix(f'/{grpc_session.SERVICE}/')
     if method == grpc_session.BRING:
-      return grpc.stream_unary_rpc_method_handler(self._brought)
+      return grpc.stream_unary_rpc_method_handler(self._receive_model)
     call = self._calls.get(method)
     return call and grpc.stream_stream_rpc_method_handler(call)
 
@@ -167,7 +167,7 @@ class Door(grpc.GenericRpcHandler):
       self.troubles.add(grpc_session.UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
-  def _brought(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+  def _receive_model(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     self.prove(context)
     return self._bring(requests, context)
 
@@ -313,7 +313,10 @@ class GrpcSyncerTransport(sessions.Sessions):
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
         if proof is not None:
-          displaced = self._unjoined(proof.name.id)
+          # The session of this learner that is no member's: it has one at most.
+          displaced = next(
+            (s for s in self._sessions.values() if s.learner == proof.name.id and s.stranger), None
+          )
           session.learner = proof.name.id
           self._proofs[session.number] = proof
         token = secrets.token_hex(16)
@@ -348,17 +351,8 @@ class GrpcSyncerTransport(sessions.Sessions):
       if not wait_s and (free or stayed):
         self._arrivals.spend(1, now_s)
         # Of equals the oldest.
-        return members, None if free else min(stayed, key=lambda session: session.stage)
+        return members, None if free else min(stayed, key=lambda session: session.rules.stage)
       self._room.wait(wait_s or strangers[0].since_s + stay_s - now_s)
-
-  def _unjoined(self, learner: str) -> grpc_session.Session | None:
-    """The session of a learner with a certificate that is no member's: it has one at most."""
-    own = (
-      session
-      for session in self._sessions.values()
-      if session.learner == learner and session.stranger
-    )
-    return next(own, None)
 
   def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
     self._door.troubles.add(_REFUSED, why)
@@ -366,12 +360,12 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
     session.add_stream(context.cancel)
-    if not context.add_callback(lambda: self._gone(session)):
-      # The call ended before we could ask to be told. From a thread: the caller may hold the lock.
-      grpc_session.start_thread(f'gone-{session.number}', self._gone, session)
+    if not context.add_callback(lambda: self._remove_stream(session)):
+      # The call has ended already. In a thread, since the caller may hold the lock.
+      grpc_session.start_thread(f'gone-{session.number}', self._remove_stream, session)
 
-  def _gone(self, session: grpc_session.Session) -> None:
-    if not session.stream_gone():
+  def _remove_stream(self, session: grpc_session.Session) -> None:
+    if not session.remove_stream():
       return
     if session.trouble:
       self._door.troubles.add(session.trouble, session.reason)
@@ -384,17 +378,17 @@ class GrpcSyncerTransport(sessions.Sessions):
 
 
 class Troubles:
-  """Says at most one line a minute of each kind of trouble, with the number of times."""
+  """Prints at most one line a minute for each kind of trouble, with its count."""
 
   def __init__(self, say: Callable[[str], None], now_s: Callable[[], float] = time.monotonic):
     self._say = say
     self._now_s = now_s
     self._lock = threading.Lock()
-    self._next_s: dict[str, float] = {}  # by kind: when it may be said again
+    self._next_s: dict[str, float] = {}  # by kind: when its next line may be printed
     self._unsaid = collections.Counter()
 
   def add(self, kind: str, text: str) -> None:
-    """Counts one trouble of this kind; `text` tells the newest one."""
+    """Counts one trouble of this kind; `text` describes it."""
     with self._lock:
       self._unsaid[kind] += 1
       if self._now_s() < self._next_s.get(kind, 0.0):
@@ -420,12 +414,12 @@ def reserve_descriptors(seats: int) -> None:
     )
 
 
-def _early(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+def _refuse_early(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
   context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer has no model yet: dial again')
 
 
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:
-  """Ends a stream of an ended session and tells the learner why."""
+  """Ends a stream of an ended session, with the reason for the learner."""
   if session.failed:
     unproved = session.trouble == grpc_session.UNPROVED
     code = grpc.StatusCode.UNAUTHENTICATED if unproved else grpc.StatusCode.ABORTED

@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from diloco_jax.certs import allowlist, authority, certificates, mint, names, private, proofs
+from diloco_jax.certs import allowlist, authority, mint, names, private, proofs
 from diloco_jax.certs import check as check_lib
 
 RUN = 'run-x'
@@ -61,7 +61,9 @@ def node(
   private.write_new(folder / check_lib.AUTHORITY, mint.pem(owner.certificate))
   if listed:
     entries = owner.allowlist().listed
-    entries.setdefault(listed, {})[certificates.sha256(certificate)] = now + seconds(ends_s)
+    entries.setdefault(listed, {})[certificate.fingerprint(hashes.SHA256()).hex()] = now + seconds(
+      ends_s
+    )
     allowlist.Allowlist(owner.run, entries).write(owner.folder / names.SYNCER)
   return folder
 

@@ -451,7 +451,9 @@ class Clocks:
 
 def test_a_clock_set_back_revives_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
   clocks.judge.require(proof)
   clocks.passes((proof.not_after - clocks.wall()).total_seconds())
   clocks.set_to(proof.not_before)
@@ -473,7 +475,9 @@ def test_a_clock_that_wavers_ten_minutes_behind_is_told_of_once(world):
 
 def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
   for _ in range(3):
     clocks.shift(40 * 86400)
     clocks.passes(240)
@@ -487,7 +491,9 @@ def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
 def test_a_clock_that_stays_ahead_is_believed_after_minutes(world):
   """The machine slept, and the monotonic clock with it."""
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
   clocks.shift(40 * 86400)
   clocks.passes(290)
   clocks.judge.require(proof)
@@ -500,7 +506,9 @@ def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch)
   """What was in the way, such as their owner, may go away without a trace in the files."""
   world, read, said = World(tmp_path), allowlist.read, []
   judge = credentials.SyncerCredentials(world.syncer, said.append)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
 
   def refuse(folder):
     raise ValueError('permission denied')
@@ -526,7 +534,9 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
     world.owner.revoke('l1')
     return found
 
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
   monkeypatch.setattr(allowlist, 'read', read_just_before)
   judge = credentials.SyncerCredentials(world.syncer, print)
   judge.refresh([])
@@ -537,7 +547,9 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
 def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
   clocks = Clocks(world)
   judge, said = clocks.judge, clocks.said
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.proof_of_pem(
+    (world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER
+  )
   judge.refresh([proof])
   assert not said
   clocks.passes((proof.not_after - clocks.wall()).total_seconds() - 6 * 86400)

@@ -138,7 +138,7 @@ def test_frames_are_kept_up_to_a_number_of_bytes(monkeypatch):
   shared, all_payloads = chunks.Shared(), [memoryview(bytes(CHUNK)) for _ in range(5)]
   for payload in all_payloads:
     list(chunks.split(payload, CHUNK, shared))
-  held = sum(len(frame) for _, frame in shared._made.values())
+  held = sum(len(frame) for _, frame in shared._frames.values())
   assert CHUNK < held == shared._bytes <= 3 * CHUNK
 
 
@@ -149,7 +149,7 @@ def test_frames_of_a_payload_that_is_gone_are_dropped_and_of_no_other_one():
     frames = list(chunks.split(payload, CHUNK, shared))
     assert frames == list(chunks.split(payload, CHUNK))
     assert shared._bytes <= 2 * len(frames[0]), 'of this one and the one before'
-    assert len(shared._made) <= 2
+    assert len(shared._frames) <= 2
 
 
 def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_is_kept(monkeypatch):
@@ -162,9 +162,11 @@ def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_i
 
 def test_an_acknowledgement_is_no_chunk():
   said = chunks.acknowledgement(2**40)
-  assert chunks.acknowledged(said) == 2**40
+  assert chunks.parse_acknowledgement(said) == 2**40
   assert refused([said], assembler()) == 'count'
-  assert [chunks.acknowledged(each) for each in (GOLDEN, next(chunks.split(b'')))] == [None] * 2
+  assert [chunks.parse_acknowledgement(each) for each in (GOLDEN, next(chunks.split(b'')))] == [
+    None
+  ] * 2
 
 
 @pytest.mark.parametrize('end', range(len(GOLDEN)))

@@ -17,7 +17,7 @@ def carry(window: flow_control.Window, rate: float, latency_s: float, frames: in
   arrivals: list[tuple[float, int]] = []
   sent = 0
   for _ in range(frames):
-    while not window.takes(FRAME):
+    while not window.has_room(FRAME):
       arrived_s, received = arrivals.pop(0)
       now_s = max(now_s, arrived_s)
       assert window.acknowledge(received, now_s)
@@ -63,7 +63,7 @@ def test_heartbeats_arrive_between_the_frames_of_large_payloads(rate, latency_s)
     while acknowledging and acknowledging[0][0] <= now_s:
       window.acknowledge(acknowledging.popleft()[1], now_s)
     size = chunks.LARGE_CHUNK_BYTES if window.fast else chunks.CHUNK_BYTES
-    if left > 0 and window.takes(size) and not window.wait_s(now_s):
+    if left > 0 and window.has_room(size) and not window.wait_s(now_s):
       window.add(size, now_s)
       left, free_s = left - size, max(free_s, now_s) + size / rate
       arriving.append((free_s + latency_s, size))
@@ -85,10 +85,10 @@ def _idle(window: flow_control.Window) -> flow_control.Window:
 
 def test_one_frame_may_always_leave_and_no_more_is_acknowledged_than_was_sent():
   window = flow_control.Window()
-  assert window.takes(1 << 40)
+  assert window.has_room(1 << 40)
   window.add(FRAME, 0.0)
-  assert not window.takes(1 << 40) and not window.acknowledge(FRAME + 1, 1.0)
-  assert window.acknowledge(FRAME, 1.0) and window.takes(1 << 40)
+  assert not window.has_room(1 << 40) and not window.acknowledge(FRAME + 1, 1.0)
+  assert window.acknowledge(FRAME, 1.0) and window.has_room(1 << 40)
 
 
 def test_each_frame_is_acknowledged_once():

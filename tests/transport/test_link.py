@@ -187,7 +187,7 @@ def test_the_memory_for_one_peer_is_bounded():
   with pytest.raises(link.LinkError, match='4 bytes is announced, at most 3'):
     box.on_message(publish(b'abcd'), 1)
   arrive(box, 1, b'ab')
-  assert box.takes(2, 1) and not box.takes(2, 2)
+  assert box.has_room(2, 1) and not box.has_room(2, 2)
   with pytest.raises(link.LinkError, match='unannounced'):
     arrive(box, 2, b'bc')
   arrive(box, 3, b'')

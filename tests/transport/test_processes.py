@@ -60,7 +60,7 @@ def test_a_payload_in_a_block_is_not_copied_and_is_the_same_object_while_in_use(
 def test_the_sender_keeps_a_payload_exactly_as_long_as_it_is_in_use(ends):
   here, there = ends
   payload = _block(1)
-  block = blocks.BLOCKS.of(payload)
+  block = blocks.BLOCKS.find(payload)
   here.send('', payload)
   here.send('', payload)
   _, data = there.receive()

@@ -22,8 +22,8 @@ from diloco_jax.transport.processes import channel as channel_lib
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-  """What a process begins with; its sessions are `first`, `first + every` ...; `index`: of its
-  bytes among the totals."""
+  """The settings of a process: its sessions are `first`, `first + every` ...; `index`: where its
+  bytes are among the totals."""
 
   address: str
   limits: link.Limits
@@ -38,7 +38,8 @@ class Child:
   """The transport of this process."""
 
   def __init__(self, channel: channel_lib.Channel, start: Start, totals: memoryview):
-    self._channel, self._store = channel, payloads_lib.PayloadStore()
+    self._channel = channel
+    self._store = payloads_lib.PayloadStore()
     door = grpc_server.Door(
       start.address,
       start.limits.seats,
