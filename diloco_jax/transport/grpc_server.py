@@ -219,7 +219,6 @@ class GrpcSyncerTransport(sessions.Sessions):
     )
     self._room = threading.Condition(self._lock)  # a session has ended
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
-    self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
     self._followers = followers
     calls = {'Control': self._control, 'Bulk': self._bulk}
@@ -243,10 +242,8 @@ class GrpcSyncerTransport(sessions.Sessions):
   def _live(self) -> list[Proved]:
     followers = self._followers.live() if self._followers else []
     with self._lock:
-      return [
-        *((self._sessions[number].fail, proof) for number, proof in self._proofs.items()),
-        *followers,
-      ]
+      learners = [(s.fail, s.proof) for s in self._sessions.values() if s.proof]
+    return learners + followers
 
   def _follow(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     assert self._followers
@@ -255,8 +252,8 @@ class GrpcSyncerTransport(sessions.Sessions):
   # --- The two calls of a session, each on its own thread -----------------------------------------
 
   def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    session, token = self._admit(context, self._door.prove(context))
-    context.send_initial_metadata(((grpc_session.TOKEN, token),))
+    session = self._admit(context, self._door.prove(context))
+    context.send_initial_metadata(((grpc_session.TOKEN, session.token),))
     if not session.wait_open(self._limits.handshake_s):
       session.fail(
         f'no Bulk stream within {self._limits.handshake_s} s', trouble=grpc_session.UNUSED
@@ -270,7 +267,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     proof = self._door.prove(context)
     with self._lock:
       session = self._unclaimed.get(token)
-      if session is not None and self._proofs.get(session.number) != proof:
+      if session is not None and session.proof != proof:
         session = None  # the token of another learner
       else:
         self._unclaimed.pop(token, None)
@@ -287,8 +284,8 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
-  ) -> tuple[grpc_session.Session, str]:
-    """The session of an arrival, and its token. Ends the call if there is no seat for it."""
+  ) -> grpc_session.Session:
+    """The session of an arrival. Ends the call if there is no seat for it."""
     turn = threading.Event()
     with self._lock:
       self._line.append(turn)
@@ -306,21 +303,15 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _enter(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
-  ) -> tuple[grpc_session.Session, str]:
+  ) -> grpc_session.Session:
     with self._lock:
-      members, displaced = self._wait_for_room(proved=proof is not None)
+      members, displaced = self._wait_for_room(proof)
       full = members >= self._limits.max_members
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
-        if proof is not None:
-          # The session of this learner that is no member's: it has one at most.
-          displaced = next(
-            (s for s in self._sessions.values() if s.learner == proof.name.id and s.stranger), None
-          )
-          session.learner = proof.name.id
-          self._proofs[session.number] = proof
-        token = secrets.token_hex(16)
-        self._unclaimed[token] = session
+        session.proof = proof
+        session.token = secrets.token_hex(16)
+        self._unclaimed[session.token] = session
         self._watch(session, context)
     if self._closing:
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
@@ -332,18 +323,21 @@ class GrpcSyncerTransport(sessions.Sessions):
       )
     if displaced is not None:
       displaced.fail('displaced by a newer session before it had joined', _DISPLACED)
-    return session, token
+    return session
 
-  def _wait_for_room(self, proved: bool) -> tuple[int, grpc_session.Session | None]:
+  def _wait_for_room(self, proof: proofs.Proof | None) -> tuple[int, grpc_session.Session | None]:
     """Waits for a seat for one more stranger, which a learner with a certificate is not; the
-    caller holds the lock. Returns the number of members, who may have all seats, and the stranger
-    to displace."""
+    caller holds the lock. Returns the number of members, who may have all seats, and the session
+    to displace: a stranger's, or the one of the same learner that is no member's."""
     while True:
       sessions = self._sessions.values()
       members = sum(session.member for session in sessions)
-      strangers = [session for session in sessions if session.stranger and not session.learner]
-      if self._closing or proved or members >= self._limits.max_members:
+      strangers = [session for session in sessions if session.stranger and not session.proof]
+      if self._closing or members >= self._limits.max_members:
         return members, None
+      if proof is not None:
+        own = (s for s in sessions if s.stranger and s.proof and s.proof.name == proof.name)
+        return members, next(own, None)
       now_s, stay_s = time.monotonic(), self._limits.stay_s
       wait_s = self._arrivals.wait_s(now_s)
       free = len(strangers) < self._limits.max_strangers
@@ -372,9 +366,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     with self._lock:
       self._sessions.pop(session.number, None)
       self._room.notify_all()
-      self._proofs.pop(session.number, None)
-      for token in [t for t, s in self._unclaimed.items() if s is session]:
-        del self._unclaimed[token]
+      self._unclaimed.pop(session.token, None)
 
 
 class Troubles:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
+from diloco_jax.certs import proofs
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages, printable
@@ -85,7 +86,8 @@ class Session:
   ):
     self._traffic = traffic
     self.number = number
-    self.learner = ''  # the id that the peer has proved; '': none
+    self.token = ''  # with which the learner opens Bulk (syncer)
+    self.proof: proofs.Proof | None = None  # of the learner, with its certificate (syncer)
     self.reason = ''
     self.failed = False  # it broke, rather than being closed by either side
     self.finished = threading.Event()  # both streams have ended
@@ -135,7 +137,8 @@ class Session:
         self._state = _State.OPEN
         if not self._dialed:
           self._set_deadline(self._limits.handshake_s, 'no Join')
-        self._post(events.Connected(session=self.number, learner=self.learner))
+        learner = self.proof.name.id if self.proof else ''
+        self._post(events.Connected(session=self.number, learner=learner))
         self._wake_all()
 
   def wait_open(self, timeout_s: float) -> bool:
