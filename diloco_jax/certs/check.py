@@ -1,7 +1,7 @@
 """Checks the folder of a node: its certificate, its key, and the authority of its run.
 
-A learner checks its folder before every dial, because gRPC tells a client whose certificate is
-refused nothing but "Socket closed".
+A learner checks its folder before every dial, because a client whose certificate is refused has no
+other error from gRPC than "Socket closed".
 """
 
 import dataclasses

@@ -21,9 +21,9 @@ from diloco_jax.protocol import messages
 
 UNIX = 'unix:'
 ENDED = messages.ENDED  # instead of an address: a syncer leaves it behind
-_MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
-_CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
-_HOST = re.compile(r'\w[\w.-]{0,252}')  # also what only some resolvers know: node_1, host.
+_MAX_PATH_BYTES = 100  # the kernel allows 107, and gRPC makes no longer ones known
+_CUT = ','  # gRPC reads a path with one as several addresses, however it is quoted
+_HOST = re.compile(r'\w[\w.-]{0,252}')  # also names that only some resolvers find: node_1, host.
 _PORT = re.compile(r'[0-9]{1,5}')
 
 
@@ -80,7 +80,7 @@ def check(address: str, access: Access) -> None:
 
 
 def of_dns(address: str) -> str:
-  """The address as gRPC knows it, which has no letters but those of ASCII. Raises ValueError."""
+  """The address as gRPC reads it, in ASCII. Raises ValueError."""
   if address.isascii():
     return address
   host, _, port = address.rpartition(':')

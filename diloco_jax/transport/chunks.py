@@ -13,7 +13,7 @@ Numbers are little endian::
        6     2 header   32, the size of this header in bytes
        8     8 total    S, the size of the whole payload in bytes
       16     4 index    i, the number of this chunk
-      20     4 count    N, the number of chunks; with S it says what C is; 0: see below
+      20     4 count    N, the number of chunks; with S it determines C; 0: see below
       24     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
       28     4 check    CRC-32 (zlib) of the header bytes 0 to 27
       32       data
@@ -75,9 +75,9 @@ class Shared:
     # A destructor may run in any thread, also in one that holds the lock: it only appends.
     self._gone: collections.deque[tuple[tuple, weakref.ref]] = collections.deque()
 
-  def take(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
+  def frame(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
     """The frame of this very payload with this chunk size and index."""
-    key = id(payload), *at  # another payload may have had this id: the reference tells
+    key = id(payload), *at  # another payload may have had this id: see the reference
     with self._lock:
       while self._gone:
         gone, reference = self._gone.popleft()
@@ -111,7 +111,7 @@ def split(
       return b''.join((_header(data.nbytes, index, count, crc32), chunk))
 
     share = shared is not None and isinstance(payload, memoryview)
-    frame = shared.take(payload, (chunk_bytes, index), make) if share else make()
+    frame = shared.frame(payload, (chunk_bytes, index), make) if share else make()
     crc32 = int.from_bytes(frame[_CRC32], 'little')
     yield frame
 

@@ -21,7 +21,7 @@ _WARN_AGAIN = datetime.timedelta(days=1)
 _JUMP = datetime.timedelta(minutes=10)  # a clock that is wrong by less is trusted at once
 _TRUSTED = datetime.timedelta(minutes=5)  # after so long a clock that jumped ahead is trusted
 _CERTIFICATE = 'x509_pem_cert'  # in gRPC's auth context, also of a resumed TLS session
-_REFUSED = 'Socket closed'  # all that gRPC tells a client whose certificate TLS refuses
+_REFUSED = 'Socket closed'  # the error of a client whose certificate TLS refuses
 
 Say = Callable[[str], None]
 Clock = Callable[[], datetime.datetime]
@@ -184,8 +184,8 @@ class SyncerCredentials:
     return own
 
   def _reread(self, files: tuple[str, ...], read: Callable[[], Read], what: str) -> Read | None:
-    """What changed files hold; None: they have not changed, or cannot be read now. Then they are
-    read at the next look, too: the cause may go away without a trace in them."""
+    """The content of changed files; None: they have not changed, or cannot be read now. Then they
+    are read at the next look, too: the cause may go away without a trace in them."""
     stamp = self._stamp(files)
     if stamp == self._seen[files]:
       return None

@@ -223,7 +223,9 @@ class GrpcSyncerTransport(sessions.Sessions):
     self._followers = followers
     calls = {'Control': self._control, 'Bulk': self._bulk}
     if followers:
-      calls[grpc_session.FOLLOW] = self._follow
+      calls[grpc_session.FOLLOW] = lambda requests, context: followers.serve(
+        requests, context, door.prove(context)
+      )
     door.open(calls, about, self._live)
 
   def dial(self, session: int) -> None:
@@ -244,10 +246,6 @@ class GrpcSyncerTransport(sessions.Sessions):
     with self._lock:
       learners = [(s.fail, s.proof) for s in self._sessions.values() if s.proof]
     return learners + followers
-
-  def _follow(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    assert self._followers
-    yield from self._followers.serve(requests, context, self._door.prove(context))
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 

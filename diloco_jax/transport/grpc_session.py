@@ -42,7 +42,7 @@ TOKEN = 'diloco-session'
 FOLLOWS = 'diloco-follows'  # in the first metadata of a follower's call that is accepted
 REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
 LOST = 'connection lost'
-REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
+REASON_CHARS = 600  # of a peer's reason: it may be a sentence with a remedy
 MAX_UNHANDLED = 16
 UNPROVED = 'refused certificates'
 SHARED = chunks.Shared()  # frames of the syncer of this process
@@ -484,7 +484,7 @@ def _cancel(timer: threading.Timer | None) -> None:
 
 
 def public_nonce(secret: int) -> int:
-  """The nonce that machines, tapes and logs know of a process. Only the process itself knows the
-  secret, which goes over the wire, so a reader of tapes cannot pose as it."""
+  """The nonce of a process in machines, tapes and logs. Only the process itself has the secret,
+  which goes over the wire, so a reader of tapes cannot pose as it."""
   digest = hashlib.sha256(secret.to_bytes(8, 'big')).digest()
   return int.from_bytes(digest[:8], 'big') >> 1  # 63 bits

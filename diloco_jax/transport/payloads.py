@@ -101,8 +101,8 @@ _MALLOPT = {'trim_threshold': -1, 'top_pad': -2, 'mmap_threshold': -3}  # what a
 
 @functools.cache
 def keep_freed_memory() -> None:
-  """Lets glibc keep freed memory, as MALLOC says, also in a process that was started without it; a
-  value in the environment wins. Other C libraries are left alone."""
+  """Makes glibc keep freed memory, as MALLOC sets it, also in a process that was started without
+  it; a value in the environment wins. Other C libraries are left alone."""
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
   tunables = os.environ.get('GLIBC_TUNABLES', '')
   for name, option in _MALLOPT.items() if mallopt else ():

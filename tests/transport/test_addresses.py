@@ -56,9 +56,9 @@ def refused(address, access):
   """The error of listening and of dialing, which is the same."""
   with pytest.raises(ValueError) as caught:
     ends.syncer(LIMITS, access, address)
-  one = ends.learner(address, LIMITS, access)
-  reason = one.hears().reason
-  one.transport.shutdown(0.0)
+  learner = ends.learner(address, LIMITS, access)
+  reason = learner.hears().reason
+  learner.transport.shutdown(0.0)
   assert str(caught.value) == reason and '\n' not in reason
   return reason
 
@@ -94,10 +94,14 @@ def listening(address):
 
 
 def connects(address):
-  one = ends.learner(address, LIMITS, LOCAL)
-  event = one.hears()
-  one.transport.shutdown(0.0)
+  learner = ends.learner(address, LIMITS, LOCAL)
+  event = learner.hears()
+  learner.transport.shutdown(0.0)
   return isinstance(event, events.Connected)
+
+
+def socket_of(workdir):
+  return pathlib.Path(addresses.in_folder(workdir).removeprefix('unix:'))
 
 
 @pytest.mark.parametrize('name', ['plain', 'with space', '100%25', 'gr\u00fcn@[x]#?'])
@@ -106,7 +110,7 @@ def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
   address = addresses.in_folder(workdir)
   syncer = listening(address)
   assert syncer.address == address == addresses.in_folder(workdir)
-  path = pathlib.Path(address.removeprefix('unix:'))
+  path = socket_of(workdir)
   assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
   assert path.is_relative_to(workdir)
   assert connects(address)
@@ -116,18 +120,18 @@ def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
 
 def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))
-  address = addresses.in_folder(tmp_path / ('x' * 120))
-  assert address == addresses.in_folder(tmp_path / ('x' * 120))
+  workdir = tmp_path / ('x' * 120)
+  address, path = addresses.in_folder(workdir), socket_of(workdir)
+  assert address == addresses.in_folder(workdir)
   assert address != addresses.in_folder(tmp_path / ('y' * 120))
-  path = pathlib.Path(address.removeprefix('unix:'))
   assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
   syncer = listening(address)
   assert connects(address)
   syncer.shutdown(0.0)
   path.parent.chmod(0o777)  # as if another user had made it first
-  other = addresses.in_folder(tmp_path / ('x' * 120))
-  assert other != address
-  pathlib.Path(other.removeprefix('unix:')).parent.rmdir()
+  other = socket_of(workdir)
+  assert other != path
+  other.parent.rmdir()
 
 
 def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
@@ -141,11 +145,6 @@ def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
     syncer = listening(address)
     assert connects(address)
     syncer.shutdown(0.0)
-  monkeypatch.setenv('XDG_RUNTIME_DIR', str(workdir))
-  workdir.mkdir(exist_ok=True)
-  path = pathlib.Path(addresses.in_folder(workdir).removeprefix('unix:'))
-  assert path.parent.is_relative_to(tempfile.gettempdir()) and ',' not in str(path)
-  path.parent.rmdir()
 
 
 def test_a_socket_with_a_comma_in_its_path_is_refused(tmp_path):
@@ -155,11 +154,15 @@ def test_a_socket_with_a_comma_in_its_path_is_refused(tmp_path):
     assert 'a comma' in refused(f'unix:{tmp_path}/{name}/socket', LOCAL)
 
 
-def test_a_runtime_folder_that_does_not_exist_is_not_used(tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path / 'of another user'))
-  path = pathlib.Path(addresses.in_folder(tmp_path / ('x' * 120)).removeprefix('unix:'))
+@pytest.mark.parametrize('name, exists', [('of another user', False), ('with,comma', True)])
+def test_a_runtime_folder_that_gRPC_cannot_use_is_not_used(tmp_path, monkeypatch, name, exists):
+  runtime = tmp_path / name
+  if exists:
+    runtime.mkdir()
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(runtime))
+  path = socket_of(tmp_path / ('x' * 120))
   assert path.parent.is_relative_to(tempfile.gettempdir())
-  assert not path.is_relative_to(tmp_path / 'of another user')
+  assert not path.is_relative_to(runtime) and ',' not in str(path)
   path.parent.rmdir()
 
 

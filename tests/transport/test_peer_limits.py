@@ -69,15 +69,15 @@ def test_a_stranger_sends_no_payload(size):
 
 
 def test_every_pull_allows_one_payload_of_its_fragment():
-  one = member()
-  one.sent(pull(1)), one.sent(pull(1)), one.sent(pull(2, fragment=1))
-  one.begins(20), one.received(contribution(2, fragment=1, size=20))
-  one.received(contribution(1)), one.begins(10)  # in either order
+  learner = member()
+  learner.sent(pull(1)), learner.sent(pull(1)), learner.sent(pull(2, fragment=1))
+  learner.begins(20), learner.received(contribution(2, fragment=1, size=20))
+  learner.received(contribution(1)), learner.begins(10)  # in either order
   for again in (10, 20):
     with pytest.raises(link.LinkError, match='not asked for'):
-      one.begins(again)
+      learner.begins(again)
   with pytest.raises(link.LinkError, match='has not asked'):
-    one.received(contribution(1))
+    learner.received(contribution(1))
 
 
 @pytest.mark.parametrize(
@@ -90,42 +90,42 @@ def test_every_pull_allows_one_payload_of_its_fragment():
   ],
 )
 def test_another_answer_is_refused(answer, why):
-  one = member()
-  one.sent(pull(1))
+  learner = member()
+  learner.sent(pull(1))
   with pytest.raises(link.LinkError, match=why):
-    one.received(answer)
+    learner.received(answer)
 
 
 def test_a_declined_pull_allows_no_payload():
-  one = member()
-  one.sent(pull(1))
-  one.received(decline(1))
+  learner = member()
+  learner.sent(pull(1))
+  learner.received(decline(1))
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.begins(10)
-  one.sent(pull(2))
-  one.begins(10)
+    learner.begins(10)
+  learner.sent(pull(2))
+  learner.begins(10)
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.received(decline(2))  # although its bytes have begun
+    learner.received(decline(2))  # although its bytes have begun
 
 
 def test_what_a_learner_owes_is_bounded():
-  one = member()
+  learner = member()
   for sync in range(peer_limits.MAX_ASKED + 5):
-    one.sent(pull(sync))
+    learner.sent(pull(sync))
   with pytest.raises(link.LinkError, match='has not asked'):
-    one.received(contribution(4))
-  one.received(contribution(5))
+    learner.received(contribution(4))
+  learner.received(contribution(5))
   for _ in range(peer_limits.MAX_ASKED):
-    one.begins(10)
+    learner.begins(10)
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.begins(10)
+    learner.begins(10)
 
 
 def publish(fragment, size):
   return samples.publish(announced(size), fragment=fragment, base_version=None)
 
 
-def test_a_learner_believes_the_sizes_of_the_layout():
+def test_a_learner_accepts_the_sizes_of_the_layout_only():
   of_syncer = peer_limits.OfSyncer(LIMITS)
   for message in (publish(0, 40), publish(1, 80), messages.Finish()):
     of_syncer.received(message)

@@ -1,8 +1,8 @@
 """The transport of a syncer whose sessions are served by transport processes (child.py).
 
-A process that dies takes its sessions with it: the machine receives their Disconnected, and the
-learners dial again, which any process answers; another process takes over. No outer step is
-lost, since payloads that have arrived are in memory that this process has mapped.
+The sessions of a process that dies end: the machine receives their Disconnected, and the learners
+dial again, which any process answers; another process replaces it. No outer step is lost, since
+payloads that have arrived are in memory that this process has mapped.
 """
 
 import dataclasses
