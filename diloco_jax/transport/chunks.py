@@ -179,13 +179,15 @@ class Assembler:
 
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
-    begins: called with the size of every new transfer before any memory is allocated; raises to
+    on_begin: called with the size of every new transfer before any memory is allocated; raises to
       refuse it.
   """
 
-  def __init__(self, *, max_payload_bytes: int, begins: Callable[[int], None] = lambda size: None):
+  def __init__(
+    self, *, max_payload_bytes: int, on_begin: Callable[[int], None] = lambda size: None
+  ):
     self._max_payload_bytes = max_payload_bytes
-    self._begins = begins
+    self._on_begin = on_begin
     self._number = 0  # of the transfers before
     self._partial: _Partial | None = None
 
@@ -204,7 +206,7 @@ class Assembler:
       # Only a first chunk begins a transfer, so a misplaced chunk allocates nothing.
       if chunk.index != 0:
         raise control_crc.WireError('order', f'a transfer begins with chunk {chunk.index}, not 0')
-      self._begins(chunk.total)
+      self._on_begin(chunk.total)
       self._partial = _Partial(chunk.total, chunk.count)
     partial = self._partial
     _check_order(chunk, partial)

@@ -146,11 +146,11 @@ class SyncerCredentials:
         self._listed = listed
         self._say('the allowlist has changed and is in force')
       now = self._date.now()
-      warn = [proof for proof in (self._own.proof, *live) if self._warns(proof, now)]
+      warn = [proof for proof in (self._own.proof, *live) if self._must_warn(proof, now)]
     for proof in warn:
       self._say(check_lib.warning(proof, now))
 
-  def _warns(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
+  def _must_warn(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
     if not check_lib.warning(proof, now):
       return False
     last = self._warned.get(proof.sha256)

@@ -103,9 +103,9 @@ class Session:
       self._split, limits.max_queued_bytes, limits.max_queued_messages
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
-    self.rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
+    self.rules = peer_limits.SyncerRules(limits) if dialed else peer_limits.LearnerRules(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes, begins=self._begins
+      max_payload_bytes=limits.max_payload_bytes, on_begin=self._on_begin
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
@@ -158,7 +158,7 @@ class Session:
         return
       try:
         self._send_queue.push(message, payload)
-        self.rules.sent(message)
+        self.rules.on_sent(message)
         (self._changed if payload is None else self._bulk_changed).notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)
@@ -364,7 +364,7 @@ class Session:
     self._wait_turn(len(data))
     message, transfer = self._incoming.decode(self._received.open(data), self._max_items)
     with self._changed:
-      self.rules.received(message)
+      self.rules.on_received(message)
       if isinstance(message, messages.Join):
         self._set_deadline(self._limits.member_s, 'not admitted as a learner')
       self._deliver(self._receive_buffer.on_message(message, transfer))
@@ -386,9 +386,9 @@ class Session:
           return
         self._changed.wait(wait_s)
 
-  def _begins(self, size: int) -> None:
+  def _on_begin(self, size: int) -> None:
     with self._changed:
-      self.rules.begins(size)
+      self.rules.on_transfer(size)
 
   def _on_frame(self, frame: bytes) -> None:
     acknowledged = chunks.parse_acknowledgement(frame)

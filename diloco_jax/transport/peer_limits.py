@@ -33,7 +33,7 @@ class Rate:
     self._spent_until_s = max(self._spent_until_s, now_s) + amount / self.per_s
 
 
-class OfLearner:
+class LearnerRules:
   """The rules of one learner's session, kept by the syncer. Not thread-safe.
 
   Attributes:
@@ -49,7 +49,7 @@ class OfLearner:
     self._pulled: dict[int, int] = {}  # by fragment: its newest sync
     self._to_come: collections.Counter[int] = collections.Counter()  # of sizes, not yet begun
 
-  def sent(self, message: messages.Message) -> None:
+  def on_sent(self, message: messages.Message) -> None:
     """The syncer has sent this message."""
     match message:
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
@@ -60,13 +60,13 @@ class OfLearner:
         self._asked[sync, fragment] = size
         self._to_come[size] += 1
 
-  def begins(self, size: int) -> None:
+  def on_transfer(self, size: int) -> None:
     """The transfer of a payload of `size` bytes begins. Raises LinkError if none is awaited."""
     if not self._to_come[size]:
       raise link.LinkError(f'a payload of {size} bytes comes that the syncer has not asked for')
     self._to_come[size] -= 1
 
-  def received(self, message: messages.Message) -> None:
+  def on_received(self, message: messages.Message) -> None:
     """The learner has sent this message. Raises LinkError if it may not."""
     name = type(message).__name__
     if self.stage == 0 and not isinstance(message, messages.Join):
@@ -91,12 +91,12 @@ class OfLearner:
     if size is None:
       raise link.LinkError(f'{name} for {answer}, for which the syncer has not asked')
     if payload is None:
-      self.begins(size)  # its bytes are awaited no more, and must not have begun
+      self.on_transfer(size)  # its bytes are awaited no more, and must not have begun
     elif payload.size_bytes != size:
       raise link.LinkError(f'{name} announces {payload.size_bytes} bytes, {size} were asked for')
 
 
-class OfSyncer:
+class SyncerRules:
   """The rules of the syncer's end, kept by a learner."""
 
   stage, member = 2, True
@@ -104,13 +104,13 @@ class OfSyncer:
   def __init__(self, limits: link.Limits):
     self._limits = limits
 
-  def sent(self, message: messages.Message) -> None:
+  def on_sent(self, message: messages.Message) -> None:
     pass
 
-  def begins(self, size: int) -> None:
+  def on_transfer(self, size: int) -> None:
     pass
 
-  def received(self, message: messages.Message) -> None:
+  def on_received(self, message: messages.Message) -> None:
     """Raises LinkError for a payload of a size that the layout does not have."""
     if not isinstance(message, messages.Publish):
       return

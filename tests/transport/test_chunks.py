@@ -45,7 +45,7 @@ def frame(data=b'abc', **changes):
   return header + struct.pack('<I', zlib.crc32(header)) + data
 
 
-def refused(frames, **limits):
+def clause_of_error(frames, **limits):
   """The clause of the error that one of these frames raises."""
   receiver = assembler(**limits)
   with pytest.raises(control_crc.WireError) as caught:
@@ -156,7 +156,7 @@ def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_i
 def test_an_acknowledgement_is_no_chunk():
   frame = chunks.acknowledgement(2**40)
   assert chunks.parse_acknowledgement(frame) == 2**40
-  assert refused([frame]) == 'count'
+  assert clause_of_error([frame]) == 'count'
   assert [chunks.parse_acknowledgement(each) for each in (GOLDEN, next(chunks.split(b'')))] == [
     None
   ] * 2
@@ -164,7 +164,7 @@ def test_an_acknowledgement_is_no_chunk():
 
 @pytest.mark.parametrize('end', range(len(GOLDEN)))
 def test_truncation_at_every_offset_is_an_error(end):
-  assert refused([GOLDEN[:end]]) == ('truncated' if end < chunks.HEADER_BYTES else 'size')
+  assert clause_of_error([GOLDEN[:end]]) == ('truncated' if end < chunks.HEADER_BYTES else 'size')
 
 
 @pytest.mark.parametrize('offset', range(len(GOLDEN)))
@@ -172,7 +172,7 @@ def test_every_flipped_bit_is_an_error(offset):
   for bit in range(8):
     broken = bytearray(GOLDEN)
     broken[offset] ^= 1 << bit
-    refused([bytes(broken)])
+    clause_of_error([bytes(broken)])
 
 
 @pytest.mark.parametrize(
@@ -190,21 +190,21 @@ def test_every_flipped_bit_is_an_error(offset):
   ],
 )
 def test_one_error_per_clause(clause, changes):
-  assert refused([frame(**changes)]) == clause
+  assert clause_of_error([frame(**changes)]) == clause
 
 
 def test_a_payload_over_the_limit_is_refused_before_allocation():
   huge = frame(bytes(CHUNK), total=1 << 49, count=(1 << 49) // CHUNK)
-  assert refused([huge]) == 'too_large'
-  assert refused([frame(b'abc')], max_payload_bytes=2) == 'too_large'
+  assert clause_of_error([huge]) == 'too_large'
+  assert clause_of_error([frame(b'abc')], max_payload_bytes=2) == 'too_large'
 
 
 def test_chunks_come_in_order_and_once_and_are_of_one_payload():
   first, second, third, *_ = chunks.split(bytes(5 * CHUNK))
   _, large = chunks.split(bytes(5 * CHUNK), chunks.LARGE_CHUNK_BYTES)
   _, other, *_ = chunks.split(b'\1' * (5 * CHUNK))
-  assert refused([second]) == 'order'
-  assert refused([first, third]) == 'order'
-  assert refused([first, first]) == 'duplicate'
-  assert refused([first, large]) == 'size'
-  assert refused([first, other]) == 'checksum'
+  assert clause_of_error([second]) == 'order'
+  assert clause_of_error([first, third]) == 'order'
+  assert clause_of_error([first, first]) == 'duplicate'
+  assert clause_of_error([first, large]) == 'size'
+  assert clause_of_error([first, other]) == 'checksum'

@@ -247,7 +247,7 @@ def test_a_learner_of_very_short_steps_reports_less_often(rig):
 # --- A crowd --------------------------------------------------------------------------------------
 
 
-def admitting(pipe, limits):
+def serve(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
   door = grpc_server.Door('127.0.0.1:0', limits.seats, lambda line: None, access=ends.PLAIN)
@@ -340,7 +340,7 @@ def test_a_crowd_keeps_no_learner_out(counts):
   limits = dataclasses.replace(LIMITS, max_members=8, max_strangers=24, stay_s=0.5)
   spawn = multiprocessing.get_context('spawn')
   pipe, theirs = spawn.Pipe()
-  process = spawn.Process(target=admitting, args=(theirs, limits))
+  process = spawn.Process(target=serve, args=(theirs, limits))
   process.start()
   address = pipe.recv()
   learner = ends.idle_learner(lambda: address, limits)
