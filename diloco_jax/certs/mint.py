@@ -11,7 +11,7 @@ from diloco_jax.certs import names
 
 AUTHORITY_DAYS = 365
 LEAF_DAYS = 30
-_SKEW = datetime.timedelta(hours=1)  # a clock that is this much slow still accepts a new certificate
+_SKEW = datetime.timedelta(hours=1)  # a clock that is so much slow accepts a new certificate
 PURPOSES = {
   names.LEARNER: ExtendedKeyUsageOID.CLIENT_AUTH,
   names.SYNCER: ExtendedKeyUsageOID.SERVER_AUTH,
