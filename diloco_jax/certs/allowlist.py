@@ -10,10 +10,10 @@ revokes it. The owner's commands write the file (authority.py), the syncer reads
 changes (transport/credentials.py).
 """
 
+import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Mapping
 
 from diloco_jax.certs import names, private, proofs
 from diloco_jax.protocol import formats, safe_json
@@ -24,12 +24,12 @@ _MAX_BYTES = 4 << 20
 Listed = dict[str, dict[str, datetime.datetime]]  # by id, by SHA-256: when the certificate ends
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Allowlist:
   """The certificates that a run's syncer accepts; `listed` is not changed after construction."""
 
-  def __init__(self, run: str, listed: Mapping[str, Mapping[str, datetime.datetime]]):
-    self.run = run
-    self.listed: Listed = {learner: dict(entries) for learner, entries in listed.items()}
+  run: str
+  listed: Listed
 
   def require(self, proof: proofs.Proof) -> None:
     """Raises Unproved unless the certificate is one of this run, and listed for its id."""
@@ -55,7 +55,8 @@ class Allowlist:
     return Allowlist(self.run, listed)
 
   def without(self, learner: str) -> 'Allowlist':
-    return Allowlist(self.run, {id: one for id, one in self.listed.items() if id != learner})
+    listed = {id: entries for id, entries in self.listed.items() if id != learner}
+    return Allowlist(self.run, listed)
 
   def write(self, folder: pathlib.Path) -> None:
     rows = {
@@ -63,8 +64,7 @@ class Allowlist:
       for learner, entries in sorted(self.listed.items())
     }
     values = formats.stamp('allowlist') | {'run': self.run, 'learners': rows}
-    text = json.dumps(values, indent=2)
-    private.replace(folder / FILE, text.encode() + b'\n')
+    private.replace(folder / FILE, json.dumps(values, indent=2).encode() + b'\n')
 
 
 def read(folder: pathlib.Path) -> Allowlist:

@@ -39,26 +39,27 @@ class Authority:
     `renew` replaces those in a folder that is there; the old certificate stays good until its end.
     """
     key = mint.new_key()
-    return self._write(self._name(id), key.public_key(), now, renew, mint.key_pem(key))
+    return self._write(id, key.public_key(), now, renew, mint.key_pem(key))
 
   def sign(
     self, request: bytes, id: str, now: datetime.datetime, renew: bool = False
   ) -> proofs.Proof:
     """Like `issue`, for a key that never leaves its machine: the request has its public half."""
     try:
-      asked = x509.load_pem_x509_csr(request)
+      signing_request = x509.load_pem_x509_csr(request)
     except ValueError:
       raise ValueError('the request is not one in PEM: make it with `diloco certs csr`') from None
-    public_key = asked.public_key()
-    if not asked.is_signature_valid or not isinstance(public_key, ec.EllipticCurvePublicKey):
+    public_key = signing_request.public_key()
+    is_elliptic = isinstance(public_key, ec.EllipticCurvePublicKey)
+    if not signing_request.is_signature_valid or not is_elliptic:
       raise ValueError('the request is not signed by its own key, or its key is not P-256')
     if not isinstance(public_key.curve, ec.SECP256R1):
       raise ValueError(f'the key of the request is {public_key.curve.name}, it must be P-256')
-    return self._write(self._name(id), public_key, now, renew)
+    return self._write(id, public_key, now, renew)
 
   def revoke(self, learner: str) -> int:
     """Takes a learner off the allowlist; returns how many certificates it had there."""
-    with private.alone(self.folder):
+    with private.lock(self.folder):
       listed = self.allowlist()
       if learner not in listed.listed:
         raise ValueError(
@@ -73,43 +74,40 @@ class Authority:
 
   def issued(self) -> list[proofs.Proof]:
     """The newest certificate of each node, in the order of their ids."""
-    found = []
-    for path in sorted(self.folder.glob(f'*/{check_lib.CERTIFICATE}')):
-      role = names.SYNCER if path.parent.name == names.SYNCER else names.LEARNER
-      found.append(certificates.of_pem(private.read(path), role))
-    return found
+    return [
+      certificates.proof_of_pem(private.read(path), self._name(path.parent.name).role)
+      for path in sorted(self.folder.glob(f'*/{check_lib.CERTIFICATE}'))
+    ]
 
   def _name(self, id: str) -> names.Name:
     return names.Name(self.run, names.SYNCER if id == names.SYNCER else names.LEARNER, id)
 
-  def _require(self, folder: pathlib.Path, there: bool) -> None:
-    if folder.exists() and not there:
-      raise ValueError(
-        f'{folder} is there already and is not overwritten: to replace its certificate, --renew'
-      )
-    if there and not folder.is_dir():
-      raise ValueError(f'there is no {folder} to renew; leave --renew out to make it')
-
   def _write(
     self,
-    name: names.Name,
+    id: str,
     public_key: ec.EllipticCurvePublicKey,
     now: datetime.datetime,
     renew: bool,
     key_pem: bytes = b'',
   ) -> proofs.Proof:
     """Writes the folder of a node; `key_pem`: its key, unless that stays on its machine."""
+    name = self._name(id)
     ends = self.certificate.not_valid_after_utc
     if now >= ends:
       raise ValueError(
         f'the authority of run {self.run} has ended at {proofs.date(ends)}, so no certificate of '
         'it is accepted: make another one with `diloco certs init` in a new --tls'
       )
-    folder = self.folder / name.id
+    folder = self.folder / id
     certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
-    proof = certificates.of(certificate, name.role)
-    with private.alone(self.folder):
-      self._require(folder, there=renew)
+    proof = certificates.proof_of(certificate, name.role)
+    with private.lock(self.folder):
+      if folder.exists() and not renew:
+        raise ValueError(
+          f'{folder} is there already and is not overwritten: to replace its certificate, --renew'
+        )
+      if renew and not folder.is_dir():
+        raise ValueError(f'there is no {folder} to renew; leave --renew out to make it')
       listed = self.allowlist() if name.role == names.LEARNER else None  # before anything changes
       if not renew:
         private.make_folder(folder)
@@ -135,10 +133,10 @@ def init(folder: pathlib.Path, run: str, now: datetime.datetime) -> Authority:
   certificate = mint.authority(run, key, now)
   private.write_new(folder / AUTHORITY_KEY, mint.key_pem(key))
   private.write_new(folder / check_lib.AUTHORITY, mint.pem(certificate))
-  made = Authority(folder, run, certificate, key)
-  made.issue(names.SYNCER, now)
+  authority = Authority(folder, run, certificate, key)
+  authority.issue(names.SYNCER, now)
   allowlist.Allowlist(run, {}).write(folder / names.SYNCER)
-  return made
+  return authority
 
 
 def load(folder: pathlib.Path) -> Authority:

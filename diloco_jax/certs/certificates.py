@@ -12,21 +12,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from diloco_jax.certs import mint, names, proofs
 
 
-def sha256(certificate: x509.Certificate) -> str:
-  return certificate.fingerprint(hashes.SHA256()).hex()
-
-
-def of_pem(pem: bytes, role: str) -> proofs.Proof:
+def proof_of_pem(pem: bytes, role: str) -> proofs.Proof:
   """The proof in a certificate. Raises Unproved if it is not one of a node of this role."""
   try:
-    return of(x509.load_pem_x509_certificate(pem), role)
+    return proof_of(x509.load_pem_x509_certificate(pem), role)
   except proofs.Unproved:
     raise
   except ValueError as error:
     raise proofs.Unproved(f'not a certificate: {error}') from None
 
 
-def of(certificate: x509.Certificate, role: str) -> proofs.Proof:
+def proof_of(certificate: x509.Certificate, role: str) -> proofs.Proof:
   """The proof in a certificate. Raises Unproved if it is not one of a node of this role."""
   name = _name(certificate)
   if name.role != role:
@@ -36,22 +32,24 @@ def of(certificate: x509.Certificate, role: str) -> proofs.Proof:
     raise proofs.Unproved(
       f'the certificate of {name.uri} has not the purpose of a {role}, and no other'
     )
+  sha256 = certificate.fingerprint(hashes.SHA256()).hex()
   return proofs.Proof(
-    name, sha256(certificate), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    name, sha256, certificate.not_valid_before_utc, certificate.not_valid_after_utc
   )
 
 
 def _name(certificate: x509.Certificate) -> names.Name:
   """The one name of a certificate: exactly one URI, and nothing else but a syncer's DNS name."""
-  given = list(_extension(certificate, x509.SubjectAlternativeName) or ())
-  uris = [one.value for one in given if isinstance(one, x509.UniformResourceIdentifier)]
+  alternatives = list(_extension(certificate, x509.SubjectAlternativeName) or ())
+  is_uri = lambda alternative: isinstance(alternative, x509.UniformResourceIdentifier)
+  uris = [uri.value for uri in filter(is_uri, alternatives)]
   if len(uris) != 1:
     raise proofs.Unproved(f'the certificate has {len(uris)} URIs, it must have exactly one')
   try:
     name = names.parse(uris[0])
   except ValueError as error:
     raise proofs.Unproved(f'the certificate: {error}') from None
-  others = [one for one in given if not isinstance(one, x509.UniformResourceIdentifier)]
+  others = [alternative for alternative in alternatives if not is_uri(alternative)]
   due = [x509.DNSName(names.host(name.run))] if name.role == names.SYNCER else []
   if others != due:
     raise proofs.Unproved(
@@ -99,7 +97,7 @@ def judge(
   elif all(now >= issuer.not_valid_after_utc for issuer in issuers):
     wrong.append(f'{ca} has ended at {proofs.date(issuers[0].not_valid_after_utc)}')
   try:
-    proof = of(certificate, role)
+    proof = proof_of(certificate, role)
     proof.require_valid(now)
   except proofs.Unproved as error:
     return None, [*wrong, str(error)]

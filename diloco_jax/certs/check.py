@@ -1,7 +1,7 @@
 """Checks the folder of a node: its certificate, its key, and the authority of its run.
 
-A learner checks its folder before every dial, because gRPC tells a client whose certificate is
-refused nothing but "Socket closed".
+A learner checks its folder before every dial, because a client whose certificate is refused has no
+other error from gRPC than "Socket closed".
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ def folder(tls: pathlib.Path, node: str) -> pathlib.Path:
 
 def read(folder: pathlib.Path, role: str, now: datetime.datetime) -> Identity:
   """Reads the folder of a node. Raises ValueError that names everything that is wrong."""
-  found, wrong = _examine(folder, role, now)
+  identity, wrong = _examine(folder, role, now)
   if wrong:
     raise ValueError(f'tls={folder}: {"; ".join(wrong)}')
-  return found
+  return identity
 
 
 def require_learner(folder: pathlib.Path, learner: str, now: datetime.datetime) -> None:
   """Raises ValueError if the certificate in a folder is that of another learner."""
-  found, _ = _examine(folder, names.LEARNER, now)
-  if found and found.proof.name.id != learner:
+  identity, _ = _examine(folder, names.LEARNER, now)
+  if identity and identity.proof.name.id != learner:
     raise ValueError(
-      f'the certificate in {folder} is that of {found.proof.name.id}, and this learner is '
+      f'the certificate in {folder} is that of {identity.proof.name.id}, and this learner is '
       f'{learner}: give each learner the folder of its own id. Nothing was sent'
     )
 
@@ -52,8 +52,10 @@ def require_learner(folder: pathlib.Path, learner: str, now: datetime.datetime) 
 def problems(folder: pathlib.Path, role: str, now: datetime.datetime) -> list[str]:
   """What is wrong in the folder of a node, each with what to do, and whether its certificate ends
   soon; [] if all is right."""
-  found, wrong = _examine(folder, role, now)
-  return [*wrong, *filter(None, (found and warning(found.proof, now),))]
+  identity, wrong = _examine(folder, role, now)
+  if identity and (text := warning(identity.proof, now)):
+    wrong.append(text)
+  return wrong
 
 
 def warning(proof: proofs.Proof, now: datetime.datetime) -> str:

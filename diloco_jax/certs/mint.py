@@ -11,7 +11,7 @@ from diloco_jax.certs import names
 
 AUTHORITY_DAYS = 365
 LEAF_DAYS = 30
-_SKEW = datetime.timedelta(hours=1)  # a clock that is this much slow still takes a new certificate
+_SKEW = datetime.timedelta(hours=1)  # a clock that is so much slow accepts a new certificate
 PURPOSES = {
   names.LEARNER: ExtendedKeyUsageOID.CLIENT_AUTH,
   names.SYNCER: ExtendedKeyUsageOID.SERVER_AUTH,
@@ -28,8 +28,8 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
   )
 
 
-def pem(made: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
-  return made.public_bytes(serialization.Encoding.PEM)
+def pem(document: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+  return document.public_bytes(serialization.Encoding.PEM)
 
 
 def authority(
@@ -57,13 +57,13 @@ def leaf(
   """The certificate of a node, for its role only: a learner cannot pose as a syncer. It ends with
   its issuer at the latest."""
   ends = min(now + datetime.timedelta(days=LEAF_DAYS), issuer.not_valid_after_utc)
-  known: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name.uri)]
+  alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name.uri)]
   if name.role == names.SYNCER:
-    known.append(x509.DNSName(names.host(name.run)))
+    alternatives.append(x509.DNSName(names.host(name.run)))
   return (
     _begin(x509.Name([]), public_key, now, ends)
     .issuer_name(issuer.subject)
-    .add_extension(x509.SubjectAlternativeName(known), critical=True)
+    .add_extension(x509.SubjectAlternativeName(alternatives), critical=True)
     .add_extension(x509.ExtendedKeyUsage([PURPOSES[name.role]]), critical=False)
     .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     .add_extension(_usage(signs_certificates=False), critical=True)

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator
 
 _MAX_BYTES = 1 << 20  # of a certificate, a key or a request
-OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_folder(folder: pathlib.Path) -> None:
@@ -40,7 +39,7 @@ def replace(path: pathlib.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: pathlib.Path) -> Iterator[None]:
+def lock(folder: pathlib.Path) -> Iterator[None]:
   """Waits until no other process is in this block with the folder."""
   descriptor = os.open(folder, os.O_RDONLY)
   try:
@@ -52,15 +51,13 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
 
 def objection(path: pathlib.Path) -> str:
   """Says why a file or folder is not of this user alone; '' if it is."""
-  found = path.stat()
-  if found.st_uid not in (os.geteuid(), 0):
-    return f'{path} belongs to user {found.st_uid}, this is user {os.geteuid()}'
-  if found.st_mode & OTHERS:
-    right = '700' if stat.S_ISDIR(found.st_mode) else '600'
-    return (
-      f'{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}): '
-      f'chmod {right} {path}'
-    )
+  status = path.stat()
+  if status.st_uid not in (os.geteuid(), 0):
+    return f'{path} belongs to user {status.st_uid}, this is user {os.geteuid()}'
+  mode = stat.S_IMODE(status.st_mode)
+  if mode & 0o077:
+    right = '700' if stat.S_ISDIR(status.st_mode) else '600'
+    return f'{path} is open to other users (mode {mode:04o}): chmod {right} {path}'
   return ''
 
 

@@ -21,9 +21,9 @@ from diloco_jax.protocol import messages
 
 UNIX = 'unix:'
 ENDED = messages.ENDED  # instead of an address: a syncer leaves it behind
-_MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
-_CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
-_HOST = re.compile(r'\w[\w.-]{0,252}')  # also what only some resolvers know: node_1, host.
+_MAX_PATH_BYTES = 100  # the kernel allows 107, and gRPC makes no longer ones known
+_CUT = ','  # gRPC reads a path with one as several addresses, however it is quoted
+_HOST = re.compile(r'\w[\w.-]{0,252}')  # also names that only some resolvers find: node_1, host.
 _PORT = re.compile(r'[0-9]{1,5}')
 
 
@@ -39,7 +39,7 @@ LOCAL = Access()
 
 
 def access(tls: str | os.PathLike | None, plaintext_loopback: bool, node: str = '') -> Access:
-  """That of a folder, or of none. `node`: an id, whose folder may be in that folder."""
+  """The access with the certificate in a folder. `node`: an id; its folder may be in that one."""
   folder = pathlib.Path(tls).absolute() if tls else None
   own = folder and check_lib.folder(folder, node)
   return Access(own if own and own.is_dir() else folder, plaintext_loopback)
@@ -53,9 +53,7 @@ def check(address: str, access: Access) -> None:
   """Raises ValueError unless the address is one, and `access` is enough for it."""
   if address.startswith(UNIX):
     if _CUT in address:
-      raise ValueError(
-        f'address {address!r}: {_objection(pathlib.Path(address.removeprefix(UNIX)))}'
-      )
+      raise ValueError(f'address {address!r}: {_objection(pathlib.Path(address[len(UNIX) :]))}')
     if access.tls is not None:
       raise ValueError(
         f'address {address!r}: a Unix socket needs no certificates, only this user reaches it; '
@@ -82,7 +80,7 @@ def check(address: str, access: Access) -> None:
 
 
 def of_dns(address: str) -> str:
-  """The address as gRPC knows it, which has no letters but those of ASCII. Raises ValueError."""
+  """The address as gRPC reads it, in ASCII. Raises ValueError."""
   if address.isascii():
     return address
   host, _, port = address.rpartition(':')
@@ -110,7 +108,7 @@ def in_folder(workdir: pathlib.Path) -> str:
   temporary files, the same one at every start.
   """
   folder = workdir / 'syncer' / 'socket'
-  if _objection(_socket(folder).parent.resolve() / _socket(folder).name):
+  if _objection(folder.resolve() / 'socket'):
     short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
     base = os.environ.get('XDG_RUNTIME_DIR', '')
     if _CUT in base or not os.access(base, os.W_OK | os.X_OK):  # or that of the user before `su`
@@ -120,21 +118,15 @@ def in_folder(workdir: pathlib.Path) -> str:
     private.make_folder(folder)
   if private.objection(folder):  # another user was first, where everybody may make folders
     folder = pathlib.Path(tempfile.mkdtemp(prefix='diloco-'))
-  return f'{UNIX}{_socket(folder)}'
-
-
-def _socket(folder: pathlib.Path) -> pathlib.Path:
-  return folder / 'socket'
+  return f'{UNIX}{folder / "socket"}'
 
 
 def _objection(path: pathlib.Path) -> str:
   """Why gRPC has no socket at this path; '' if it can have one."""
   size = len(os.fsencode(path))
   if size > _MAX_PATH_BYTES:
-    return (
-      f'the path of a socket has at most {_MAX_PATH_BYTES} bytes, this one {size}: choose a '
-      'shorter one'
-    )
+    limit = f'the path of a socket has at most {_MAX_PATH_BYTES} bytes'
+    return f'{limit}, this one {size}: choose a shorter one'
   if _CUT in str(path):
     return f'gRPC knows no path with a comma, and {path} has one: choose another folder'
   return ''

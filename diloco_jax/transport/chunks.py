@@ -13,7 +13,7 @@ Numbers are little endian::
        6     2 header   32, the size of this header in bytes
        8     8 total    S, the size of the whole payload in bytes
       16     4 index    i, the number of this chunk
-      20     4 count    N, the number of chunks; with S it says what C is; 0: see below
+      20     4 count    N, the number of chunks; with S it determines C; 0: see below
       24     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
       28     4 check    CRC-32 (zlib) of the header bytes 0 to 27
       32       data
@@ -70,28 +70,28 @@ class Shared:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._made: collections.OrderedDict[tuple, tuple[weakref.ref, bytes]] = (
-      collections.OrderedDict()
-    )
+    self._frames = collections.OrderedDict[tuple, tuple[weakref.ref, bytes]]()
     self._bytes = 0
     # A destructor may run in any thread, also in one that holds the lock: it only appends.
     self._gone: collections.deque[tuple[tuple, weakref.ref]] = collections.deque()
 
-  def take(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
+  def frame(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
     """The frame of this very payload with this chunk size and index."""
-    key = id(payload), *at  # another payload may have had this id: the reference tells
+    key = id(payload), *at  # another payload may have had this id: see the reference
     with self._lock:
       while self._gone:
-        gone, of = self._gone.popleft()
-        if self._made.get(gone, (None,))[0] is of:
-          self._bytes -= len(self._made.pop(gone)[1])
-      of, frame = self._made.get(key, (None, b''))
-      if of is None or of() is not payload:
-        before, frame = len(frame), make()
-        self._made[key] = weakref.ref(payload, lambda of: self._gone.append((key, of))), frame
-        self._bytes += len(frame) - before
+        gone, reference = self._gone.popleft()
+        if self._frames.get(gone, (None,))[0] is reference:
+          self._bytes -= len(self._frames.pop(gone)[1])
+      reference, frame = self._frames.get(key, (None, b''))
+      if reference is None or reference() is not payload:
+        replaced_bytes = len(frame)
+        frame = make()
+        reference = weakref.ref(payload, lambda ended: self._gone.append((key, ended)))
+        self._frames[key] = reference, frame
+        self._bytes += len(frame) - replaced_bytes
         while self._bytes > SHARED_BYTES:
-          self._bytes -= len(self._made.popitem(last=False)[1][1])
+          self._bytes -= len(self._frames.popitem(last=False)[1][1])
     return frame
 
 
@@ -111,7 +111,7 @@ def split(
       return b''.join((_header(data.nbytes, index, count, crc32), chunk))
 
     share = shared is not None and isinstance(payload, memoryview)
-    frame = shared.take(payload, (chunk_bytes, index), make) if share else make()
+    frame = shared.frame(payload, (chunk_bytes, index), make) if share else make()
     crc32 = int.from_bytes(frame[_CRC32], 'little')
     yield frame
 
@@ -165,10 +165,8 @@ class _Partial:
   def add(self, chunk: Chunk) -> None:
     crc32 = isal_zlib.crc32(chunk.data, self.crc32)
     if crc32 != chunk.crc32:
-      raise control_crc.WireError(
-        'checksum',
-        f'CRC-32 {crc32:#010x} after chunk {chunk.index}, the frame says {chunk.crc32:#010x}',
-      )
+      text = f'CRC-32 {crc32:#010x} after chunk {chunk.index}, the frame says {chunk.crc32:#010x}'
+      raise control_crc.WireError('checksum', text)
     # numpy copies without the GIL, as checksums are computed.
     start = chunk.index * chunk.chunk_bytes
     self.buffer_S[start : start + chunk.data.nbytes] = np.frombuffer(chunk.data, np.uint8)
@@ -181,12 +179,15 @@ class Assembler:
 
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
-    begins: told the size of every new transfer before any memory is taken; raises to refuse it.
+    on_begin: called with the size of every new transfer before any memory is allocated; raises to
+      refuse it.
   """
 
-  def __init__(self, *, max_payload_bytes: int, begins: Callable[[int], None] = lambda size: None):
+  def __init__(
+    self, *, max_payload_bytes: int, on_begin: Callable[[int], None] = lambda size: None
+  ):
     self._max_payload_bytes = max_payload_bytes
-    self._begins = begins
+    self._on_begin = on_begin
     self._number = 0  # of the transfers before
     self._partial: _Partial | None = None
 
@@ -199,24 +200,22 @@ class Assembler:
     """
     chunk = parse(frame)
     if chunk.total > self._max_payload_bytes:
-      raise control_crc.WireError(
-        'too_large',
-        f'a transfer has {chunk.total} bytes, at most {self._max_payload_bytes} are granted',
-      )
-    partial = self._partial = self._partial or self._begin(chunk)
+      text = f'a transfer has {chunk.total} bytes, at most {self._max_payload_bytes} are granted'
+      raise control_crc.WireError('too_large', text)
+    if self._partial is None:
+      # Only a first chunk begins a transfer, so a misplaced chunk allocates nothing.
+      if chunk.index != 0:
+        raise control_crc.WireError('order', f'a transfer begins with chunk {chunk.index}, not 0')
+      self._on_begin(chunk.total)
+      self._partial = _Partial(chunk.total, chunk.count)
+    partial = self._partial
     _check_order(chunk, partial)
     partial.add(chunk)
     if partial.next_index < chunk.count:
       return None
-    self._partial, self._number = None, self._number + 1
+    self._partial = None
+    self._number += 1
     return Transfer(self._number, memoryview(partial.buffer_S).toreadonly(), partial.crc32)
-
-  def _begin(self, chunk: Chunk) -> _Partial:
-    # Only a first chunk begins a transfer, so a misplaced chunk allocates nothing.
-    if chunk.index != 0:
-      raise control_crc.WireError('order', f'a transfer begins with chunk {chunk.index}, not 0')
-    self._begins(chunk.total)
-    return _Partial(chunk.total, chunk.count)
 
 
 def _check_order(chunk: Chunk, partial: _Partial) -> None:
@@ -237,46 +236,7 @@ def _check_order(chunk: Chunk, partial: _Partial) -> None:
 def parse(frame: bytes) -> Chunk:
   """A frame's chunk. Raises WireError if the frame is not sound in itself."""
   view = memoryview(frame)
-  chunk = Chunk(*_checked(view), data=view[HEADER_BYTES:])
-  _check_sizes(chunk)
-  return chunk
-
-
-def acknowledged(frame: bytes) -> int | None:
-  """The number of bytes that a frame acknowledges; None: it is no acknowledgement. Raises WireError
-  if its header is not sound."""
-  if len(frame) != HEADER_BYTES:
-    return None
-  total, *rest = _checked(memoryview(frame))
-  return None if any(rest) else total
-
-
-def _checked(view: memoryview) -> list[int]:
-  """The numbers of a frame's header, from `total` to `crc32`."""
-  if view.nbytes < HEADER_BYTES:
-    raise control_crc.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
-  magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
-  if magic != MAGIC:
-    raise control_crc.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
-  if other := formats.refusal('frame', version, 'a payload of the peer'):
-    raise control_crc.WireError('version', other)
-  if header_bytes != HEADER_BYTES:
-    raise control_crc.WireError('version', f'a header of {header_bytes} bytes, not {HEADER_BYTES}')
-  _check_header(view)
-  return fields
-
-
-def _check_header(frame: memoryview) -> None:
-  (stored,) = _CHECK.unpack_from(frame, _FIELDS.size)
-  found = isal_zlib.crc32(frame[: _FIELDS.size])
-  if stored != found:
-    raise control_crc.WireError(
-      'header',
-      f'CRC-32 {found:#010x} over the header, it says {stored:#010x}',
-    )
-
-
-def _check_sizes(chunk: Chunk) -> None:
+  chunk = Chunk(*_read_header(view), data=view[HEADER_BYTES:])
   if (chunk_bytes := chunk.chunk_bytes) is None:
     counts = [chunk_count(chunk.total, size) for size in (CHUNK_BYTES, LARGE_CHUNK_BYTES)]
     raise control_crc.WireError(
@@ -290,3 +250,33 @@ def _check_sizes(chunk: Chunk) -> None:
       'size',
       f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} bytes, not {expected}',
     )
+  return chunk
+
+
+def parse_acknowledgement(frame: bytes) -> int | None:
+  """The number of bytes that a frame acknowledges; None: it is no acknowledgement. Raises WireError
+  if its header is not sound."""
+  if len(frame) != HEADER_BYTES:
+    return None
+  total, *rest = _read_header(memoryview(frame))
+  return None if any(rest) else total
+
+
+def _read_header(view: memoryview) -> list[int]:
+  """The numbers of a frame's header, from `total` to `crc32`."""
+  if view.nbytes < HEADER_BYTES:
+    raise control_crc.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
+  magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
+  if magic != MAGIC:
+    raise control_crc.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
+  if other := formats.refusal('frame', version, 'a payload of the peer'):
+    raise control_crc.WireError('version', other)
+  if header_bytes != HEADER_BYTES:
+    raise control_crc.WireError('version', f'a header of {header_bytes} bytes, not {HEADER_BYTES}')
+  (check,) = _CHECK.unpack_from(view, _FIELDS.size)
+  crc32 = isal_zlib.crc32(view[: _FIELDS.size])
+  if check != crc32:
+    raise control_crc.WireError(
+      'header', f'CRC-32 {crc32:#010x} over the header, it says {check:#010x}'
+    )
+  return fields

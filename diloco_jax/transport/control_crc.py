@@ -42,10 +42,11 @@ class Seal:
     sent."""
     envelope = data[: -_CHECK.size]
     self._crc32 = zlib.crc32(envelope, self._crc32)
-    if data[-_CHECK.size :] != _CHECK.pack(_TAG, self._crc32):
+    check = data[-_CHECK.size :]
+    if check != _CHECK.pack(_TAG, self._crc32):
       raise WireError(
         'checksum',
         f'the stream has CRC-32 {self._crc32:#010x} up to this message of '
-        f'{len(envelope)} bytes, but the message ends with {data[-_CHECK.size :].hex()}',
+        f'{len(envelope)} bytes, but the message ends with {check.hex()}',
       )
     return envelope

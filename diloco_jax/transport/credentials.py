@@ -18,10 +18,10 @@ from diloco_jax.certs import check as check_lib
 
 WATCH_S = 1.0  # between two looks at files and dates
 _WARN_AGAIN = datetime.timedelta(days=1)
-_JUMP = datetime.timedelta(minutes=10)  # a clock that is wrong by less may be believed at once
-_HELD = datetime.timedelta(minutes=5)  # after so long a clock that jumped ahead is believed
+_JUMP = datetime.timedelta(minutes=10)  # a clock that is wrong by less is trusted at once
+_TRUSTED = datetime.timedelta(minutes=5)  # after so long a clock that jumped ahead is trusted
 _CERTIFICATE = 'x509_pem_cert'  # in gRPC's auth context, also of a resumed TLS session
-_REFUSED = 'Socket closed'  # all that gRPC tells a client whose certificate TLS refuses
+_REFUSED = 'Socket closed'  # the error of a client whose certificate TLS refuses
 
 Say = Callable[[str], None]
 Clock = Callable[[], datetime.datetime]
@@ -47,7 +47,7 @@ class _Date:
     wall, looked_s = self._wall(), self._monotonic()
     self._latest += datetime.timedelta(seconds=looked_s - self._looked_s)
     self._looked_s = looked_s
-    if self._believes(wall, looked_s):
+    if self._trusts(wall, looked_s):
       self._latest = max(self._latest, wall)
     behind = wall < self._latest - _JUMP
     if behind and not self._behind:
@@ -56,23 +56,23 @@ class _Date:
         f'{proofs.date(self._latest)} already: certificates are judged at the later date. If the '
         'earlier one is right, restart the syncer; nothing is lost'
       )
-    # Until it has caught up: near the limit a clock that runs unevenly would be told of each time.
+    # Until it has caught up: a clock that runs unevenly near the limit would make a line each time.
     self._behind = behind or (self._behind and wall < self._latest - _JUMP / 2)
     return self._latest
 
-  def _believes(self, wall: datetime.datetime, looked_s: float) -> bool:
+  def _trusts(self, wall: datetime.datetime, looked_s: float) -> bool:
     if wall <= self._latest + _JUMP:
       self._ahead = None
       return True
     if self._ahead is not None:
       date, since_s = self._ahead
-      held = datetime.timedelta(seconds=looked_s - since_s)
-      if abs(wall - date - held) <= _JUMP:
-        return held >= _HELD
+      passed = datetime.timedelta(seconds=looked_s - since_s)
+      if abs(wall - date - passed) <= _JUMP:
+        return passed >= _TRUSTED
     self._ahead = wall, looked_s
     self._say(
       f'the clock of this machine has jumped ahead to {proofs.date(wall)}: until it has stayed '
-      f'there for {_HELD.seconds // 60} minutes certificates are judged at '
+      f'there for {_TRUSTED.seconds // 60} minutes certificates are judged at '
       f'{proofs.date(self._latest)}. If the new date is wrong, set the clock; nothing is lost'
     )
     return False
@@ -83,7 +83,7 @@ class SyncerCredentials:
 
   Args:
     folder: of the syncer: ca.pem, cert.pem, key.pem, allowlist.json.
-    say: takes one line about files and dates.
+    say: prints one line about files and dates.
     now: UTC, as the wall clock says.
     monotonic: seconds, which no setting of the clock moves.
 
@@ -104,17 +104,12 @@ class SyncerCredentials:
     # Before the files are read: one that changes meanwhile is read again.
     self._seen = {names: self._stamp(names) for names in (check_lib.FILES, (allowlist.FILE,))}
     self._own = check_lib.read(folder, names.SYNCER, self._date.now())
-    self._listed = allowlist.read(folder)
+    self._run = self._own.proof.name.run
+    self._listed = self._read_allowlist()
     self._unread: dict[tuple[str, ...], str] = {}  # why changed files cannot be read
-    self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
-    if self._listed.run != self.run:
-      raise ValueError(
-        f'tls={folder}: the allowlist is of run {self._listed.run}, the certificate of {self.run}'
-      )
-
-  @property
-  def run(self) -> str:
-    return self._own.proof.name.run
+    self._warned: dict[
+      str, datetime.datetime
+    ] = {}  # by SHA-256: when the last line about it was printed
 
   def server_credentials(self) -> grpc.ServerCredentials:
     """For a gRPC server: learners must have a certificate of this authority. gRPC asks for changed
@@ -130,14 +125,15 @@ class SyncerCredentials:
       raise proofs.Unproved('this connection has no certificate')
     from diloco_jax.certs import certificates  # here: it loads what only TLS needs
 
-    proof = certificates.of_pem(pem[0], names.LEARNER)
+    proof = certificates.proof_of_pem(pem[0], names.LEARNER)
     self.require(proof)
     return proof
 
   def require(self, proof: proofs.Proof) -> None:
     """Raises Unproved once a certificate has ended, or is not on the allowlist any more."""
     with self._lock:
-      now, listed = self._date.now(), self._listed
+      now = self._date.now()
+      listed = self._listed
     proof.require_valid(now)
     listed.require(proof)
 
@@ -150,11 +146,11 @@ class SyncerCredentials:
         self._listed = listed
         self._say('the allowlist has changed and is in force')
       now = self._date.now()
-      warn = [proof for proof in (self._own.proof, *live) if self._warns(proof, now)]
+      warn = [proof for proof in (self._own.proof, *live) if self._must_warn(proof, now)]
     for proof in warn:
       self._say(check_lib.warning(proof, now))
 
-  def _warns(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
+  def _must_warn(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
     if not check_lib.warning(proof, now):
       return False
     last = self._warned.get(proof.sha256)
@@ -175,24 +171,26 @@ class SyncerCredentials:
 
   def _read_allowlist(self) -> allowlist.Allowlist:
     listed = allowlist.read(self._folder)
-    if listed.run != self.run:
-      raise ValueError(f'the allowlist is of run {listed.run}')
+    if listed.run != self._run:
+      raise ValueError(
+        f'tls={self._folder}: the allowlist is of run {listed.run}, the certificate of {self._run}'
+      )
     return listed
 
   def _read_own(self) -> check_lib.Identity:
     own = check_lib.read(self._folder, names.SYNCER, self._date.now())
-    if own.proof.name.run != self.run:
+    if own.proof.name.run != self._run:
       raise ValueError(f'the certificate is of run {own.proof.name.run}')
     return own
 
   def _reread(self, files: tuple[str, ...], read: Callable[[], Read], what: str) -> Read | None:
-    """What changed files hold; None: they have not changed, or cannot be read now. Then they are
-    read at the next look, too: the cause may go away without a trace in them."""
+    """The content of changed files; None: they have not changed, or cannot be read now. Then they
+    are read at the next look, too: the cause may go away without a trace in them."""
     stamp = self._stamp(files)
     if stamp == self._seen[files]:
       return None
     try:
-      found = read()
+      content = read()
     except ValueError as error:
       if self._unread.get(files) != str(error):
         self._say(f'{what} before stays in force: {error}')
@@ -200,18 +198,18 @@ class SyncerCredentials:
       return None
     self._unread.pop(files, None)
     self._seen[files] = stamp
-    return found
+    return content
 
   def _stamp(self, files: tuple[str, ...]) -> tuple:
     """Differs after every change of the files."""
-    found = []
+    stats = []
     for name in files:
       try:
         stat = (self._folder / name).stat()
-        found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode))
+        stats.append((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode))
       except OSError:
-        found.append(None)
-    return tuple(found)
+        stats.append(None)
+    return tuple(stats)
 
 
 def _configuration(own: check_lib.Identity) -> grpc.ServerCertificateConfiguration:

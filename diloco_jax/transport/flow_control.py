@@ -57,7 +57,7 @@ class Window:
     """Whether the link is known to be fast."""
     return self._bytes_per_s >= FAST_BYTES_PER_S
 
-  def takes(self, size: int) -> bool:
+  def has_room(self, size: int) -> bool:
     """Whether a frame of so many bytes may leave; one always may."""
     under_way = self._sent - self._acknowledged
     return not under_way or under_way + size <= self._bytes
@@ -77,8 +77,8 @@ class Window:
     self._under_way.append((self._sent, under_way, now_s, self._since_s))
 
   def acknowledge(self, received: int, now_s: float) -> bool:
-    """The peer has received so many bytes in all; False: no peer says that. It must be the end of a
-    frame that is not acknowledged yet, so there are no more acknowledgements than frames."""
+    """The peer has received so many bytes in all. False: it cannot have, since they must end with a
+    frame that is not acknowledged yet; so there are no more acknowledgements than frames."""
     if not self._acknowledged < received <= self._sent:
       return False
     self._shortest_s += FORGET * (now_s - self._since_s)
@@ -98,12 +98,12 @@ class Receipts:
   """The receiver's half: when to acknowledge which bytes. Not thread-safe."""
 
   def __init__(self):
-    self._received = self._told = 0
+    self._received = self._acknowledged = 0
     self._next_s = self._few_s = 0.0
 
   def add(self, size: int, now_s: float) -> bool:
     """A frame has come; returns whether it changes when the next acknowledgement is due."""
-    before = self._received - self._told
+    before = self._received - self._acknowledged
     self._received += size
     if not before:
       self._few_s = now_s + FEW_WAIT_S
@@ -113,12 +113,13 @@ class Receipts:
     """All received bytes, if it is time to acknowledge them."""
     if self.wait_s(now_s) != 0:
       return None
-    self._told, self._next_s = self._received, now_s + ACK_EVERY_S
+    self._acknowledged = self._received
+    self._next_s = now_s + ACK_EVERY_S
     return self._received
 
   def wait_s(self, now_s: float) -> float | None:
     """Seconds until the next acknowledgement is due; None: there is nothing to acknowledge."""
-    waiting = self._received - self._told
+    waiting = self._received - self._acknowledged
     if not waiting:
       return None
     due_s = self._next_s if waiting >= FEW_BYTES else max(self._next_s, self._few_s)

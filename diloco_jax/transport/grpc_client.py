@@ -4,7 +4,6 @@ When to dial again is the learner machine's decision. A channel that failed reme
 the next call wait, therefore each session has a channel to itself, closed with it.
 """
 
-import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
@@ -26,8 +25,8 @@ class GrpcLearnerTransport(sessions.Sessions):
   """The port `node.ports.Transport` for a learner.
 
   Args:
-    address: tells where the syncer listens (addresses.py); asked at every dial, because a
-      restarted syncer may listen elsewhere. Its OSError or ValueError is the session's end.
+    address: returns where the syncer listens (addresses.py); called at every dial, because a
+      restarted syncer may listen elsewhere. Its OSError or ValueError ends the session.
     limits: what the syncer is granted.
     access: how this learner proves its name; files are read at every dial.
 
@@ -78,44 +77,33 @@ class GrpcLearnerTransport(sessions.Sessions):
       with listen.dial(address, self._access, OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
-      session.lost(error, self._describe(error))
+      text = grpc_session.describe(error)
+      explanation = credentials.explain(text) if self._access.tls else ''
+      session.fail_after(error, f'{text}{explanation}')
     except (OSError, ValueError) as error:
       session.fail(str(error))
-    finally:  # in every case the machine hears that the session is over
+    finally:  # in every case the machine receives the end of the session
       with self._lock:
         del self._sessions[session.number]
       session.finish()
 
-  def _describe(self, error: grpc.RpcError) -> str:
-    text = grpc_session.describe(error)
-    return f'{text}{credentials.explain(text)}' if self._access.tls else text
-
   def _serve(self, session: grpc_session.Session, channel: grpc.Channel, address: str) -> None:
-    with self._handshake(session, address):
+    timer = grpc_session.start_timer(self._limits.handshake_s, self._give_up, session, address)
+    try:
       control = _call(session, channel, 'Control', session.control_frames(), ())
       token = _token(control)
       bulk = _call(session, channel, 'Bulk', session.bulk_frames(), ((grpc_session.TOKEN, token),))
       _token(bulk)
       session.open()
+    finally:
+      timer.cancel()
     reader = grpc_session.start_thread(f'bulk-{session.number}', session.read_bulk, bulk)
     session.read_control(control)
     reader.join()
 
-  @contextlib.contextmanager
-  def _handshake(self, session: grpc_session.Session, address: str) -> Iterator[None]:
-    """Both streams are up when its body has ended, or the session fails in time."""
-
-    def give_up():
-      session.fail(
-        f'unavailable: no syncer answers at {address} within {self._limits.handshake_s} s'
-      )
-      session.cancel()
-
-    timer = grpc_session.start_timer(self._limits.handshake_s, give_up)
-    try:
-      yield
-    finally:
-      timer.cancel()
+  def _give_up(self, session: grpc_session.Session, address: str) -> None:
+    session.fail(f'unavailable: no syncer answers at {address} within {self._limits.handshake_s} s')
+    session.cancel()
 
 
 def _call(
@@ -133,10 +121,8 @@ def _call(
 
 
 def _token(call: grpc.Call) -> str:
-  """The session token in the syncer's first word.
-
-  Raises the call itself if it was refused, ConnectionError if it ended well without a token.
-  """
+  """The session token in the syncer's initial metadata. Raises the call itself if it was refused,
+  ConnectionError if it ended well without a token."""
   metadata = dict(call.initial_metadata())
   if grpc_session.TOKEN in metadata:
     return metadata[grpc_session.TOKEN]

@@ -89,7 +89,7 @@ class Door(grpc.GenericRpcHandler):
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     seats: for so many sessions.
-    say: takes lines for the operator: about certificates, and sessions that no learner used.
+    say: prints lines for the operator: about certificates, and sessions that no learner used.
     bring: answers a loop that calls BRING (process/bring.py), until the door is opened.
     access: whether learners must prove their names.
     shared_port: other processes may listen on the port, too.
@@ -111,7 +111,7 @@ class Door(grpc.GenericRpcHandler):
   ):
     reserve_descriptors(seats)
     self.troubles = Troubles(say)
-    self._calls = dict.fromkeys(('Control', 'Bulk', grpc_session.FOLLOW), _early)
+    self._calls = dict.fromkeys(('Control', 'Bulk', grpc_session.FOLLOW), _refuse_early)
     self._live: Callable[[], list[Proved]] = list
     self._bring = bring
     threads = 2 * seats + _LINE + _SPARE_CALLS
@@ -136,7 +136,7 @@ class Door(grpc.GenericRpcHandler):
     """Of gRPC: who answers a call."""
     method = handler_call_details.method.removeprefix(f'/{grpc_session.SERVICE}/')
     if method == grpc_session.BRING:
-      return grpc.stream_unary_rpc_method_handler(self._brought)
+      return grpc.stream_unary_rpc_method_handler(self._receive_model)
     call = self._calls.get(method)
     return call and grpc.stream_stream_rpc_method_handler(call)
 
@@ -167,7 +167,7 @@ class Door(grpc.GenericRpcHandler):
       self.troubles.add(grpc_session.UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
-  def _brought(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+  def _receive_model(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     self.prove(context)
     return self._bring(requests, context)
 
@@ -219,12 +219,13 @@ class GrpcSyncerTransport(sessions.Sessions):
     )
     self._room = threading.Condition(self._lock)  # a session has ended
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
-    self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
     self._followers = followers
     calls = {'Control': self._control, 'Bulk': self._bulk}
     if followers:
-      calls[grpc_session.FOLLOW] = self._follow
+      calls[grpc_session.FOLLOW] = lambda requests, context: followers.serve(
+        requests, context, door.prove(context)
+      )
     door.open(calls, about, self._live)
 
   def dial(self, session: int) -> None:
@@ -243,20 +244,14 @@ class GrpcSyncerTransport(sessions.Sessions):
   def _live(self) -> list[Proved]:
     followers = self._followers.live() if self._followers else []
     with self._lock:
-      return [
-        *((self._sessions[number].fail, proof) for number, proof in self._proofs.items()),
-        *followers,
-      ]
-
-  def _follow(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    assert self._followers
-    yield from self._followers.serve(requests, context, self._door.prove(context))
+      learners = [(s.fail, s.proof) for s in self._sessions.values() if s.proof]
+    return learners + followers
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 
   def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    session, token = self._admit(context, self._door.prove(context))
-    context.send_initial_metadata(((grpc_session.TOKEN, token),))
+    session = self._admit(context, self._door.prove(context))
+    context.send_initial_metadata(((grpc_session.TOKEN, session.token),))
     if not session.wait_open(self._limits.handshake_s):
       session.fail(
         f'no Bulk stream within {self._limits.handshake_s} s', trouble=grpc_session.UNUSED
@@ -270,7 +265,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     proof = self._door.prove(context)
     with self._lock:
       session = self._unclaimed.get(token)
-      if session is not None and self._proofs.get(session.number) != proof:
+      if session is not None and session.proof != proof:
         session = None  # the token of another learner
       else:
         self._unclaimed.pop(token, None)
@@ -287,8 +282,8 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
-  ) -> tuple[grpc_session.Session, str]:
-    """The session of an arrival, and its token. Ends the call if there is no seat for it."""
+  ) -> grpc_session.Session:
+    """The session of an arrival. Ends the call if there is no seat for it."""
     turn = threading.Event()
     with self._lock:
       self._line.append(turn)
@@ -306,18 +301,15 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _enter(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
-  ) -> tuple[grpc_session.Session, str]:
+  ) -> grpc_session.Session:
     with self._lock:
-      members, displaced = self._wait_for_room(proved=proof is not None)
+      members, displaced = self._wait_for_room(proof)
       full = members >= self._limits.max_members
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
-        if proof is not None:
-          displaced = self._unjoined(proof.name.id)
-          session.learner = proof.name.id
-          self._proofs[session.number] = proof
-        token = secrets.token_hex(16)
-        self._unclaimed[token] = session
+        session.proof = proof
+        session.token = secrets.token_hex(16)
+        self._unclaimed[session.token] = session
         self._watch(session, context)
     if self._closing:
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
@@ -329,18 +321,21 @@ class GrpcSyncerTransport(sessions.Sessions):
       )
     if displaced is not None:
       displaced.fail('displaced by a newer session before it had joined', _DISPLACED)
-    return session, token
+    return session
 
-  def _wait_for_room(self, proved: bool) -> tuple[int, grpc_session.Session | None]:
+  def _wait_for_room(self, proof: proofs.Proof | None) -> tuple[int, grpc_session.Session | None]:
     """Waits for a seat for one more stranger, which a learner with a certificate is not; the
-    caller holds the lock. Returns the number of members, who may have all seats, and the stranger
-    to displace."""
+    caller holds the lock. Returns the number of members, who may have all seats, and the session
+    to displace: a stranger's, or the one of the same learner that is no member's."""
     while True:
       sessions = self._sessions.values()
       members = sum(session.member for session in sessions)
-      strangers = [session for session in sessions if session.stranger and not session.learner]
-      if self._closing or proved or members >= self._limits.max_members:
+      strangers = [session for session in sessions if session.stranger and not session.proof]
+      if self._closing or members >= self._limits.max_members:
         return members, None
+      if proof is not None:
+        own = (s for s in sessions if s.stranger and s.proof and s.proof.name == proof.name)
+        return members, next(own, None)
       now_s, stay_s = time.monotonic(), self._limits.stay_s
       wait_s = self._arrivals.wait_s(now_s)
       free = len(strangers) < self._limits.max_strangers
@@ -348,17 +343,8 @@ class GrpcSyncerTransport(sessions.Sessions):
       if not wait_s and (free or stayed):
         self._arrivals.spend(1, now_s)
         # Of equals the oldest.
-        return members, None if free else min(stayed, key=lambda session: session.stage)
+        return members, None if free else min(stayed, key=lambda session: session.rules.stage)
       self._room.wait(wait_s or strangers[0].since_s + stay_s - now_s)
-
-  def _unjoined(self, learner: str) -> grpc_session.Session | None:
-    """The session of a learner with a certificate that is no member's: it has one at most."""
-    own = (
-      session
-      for session in self._sessions.values()
-      if session.learner == learner and session.stranger
-    )
-    return next(own, None)
 
   def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
     self._door.troubles.add(_REFUSED, why)
@@ -366,35 +352,33 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
     session.add_stream(context.cancel)
-    if not context.add_callback(lambda: self._gone(session)):
-      # The call ended before we could ask to be told. From a thread: the caller may hold the lock.
-      grpc_session.start_thread(f'gone-{session.number}', self._gone, session)
+    if not context.add_callback(lambda: self._remove_stream(session)):
+      # The call has ended already. In a thread, since the caller may hold the lock.
+      grpc_session.start_thread(f'gone-{session.number}', self._remove_stream, session)
 
-  def _gone(self, session: grpc_session.Session) -> None:
-    if not session.stream_gone():
+  def _remove_stream(self, session: grpc_session.Session) -> None:
+    if not session.remove_stream():
       return
     if session.trouble:
       self._door.troubles.add(session.trouble, session.reason)
     with self._lock:
       self._sessions.pop(session.number, None)
       self._room.notify_all()
-      self._proofs.pop(session.number, None)
-      for token in [t for t, s in self._unclaimed.items() if s is session]:
-        del self._unclaimed[token]
+      self._unclaimed.pop(session.token, None)
 
 
 class Troubles:
-  """Says at most one line a minute of each kind of trouble, with the number of times."""
+  """Prints at most one line a minute for each kind of trouble, with its count."""
 
   def __init__(self, say: Callable[[str], None], now_s: Callable[[], float] = time.monotonic):
     self._say = say
     self._now_s = now_s
     self._lock = threading.Lock()
-    self._next_s: dict[str, float] = {}  # by kind: when it may be said again
+    self._next_s: dict[str, float] = {}  # by kind: when its next line may be printed
     self._unsaid = collections.Counter()
 
   def add(self, kind: str, text: str) -> None:
-    """Counts one trouble of this kind; `text` tells the newest one."""
+    """Counts one trouble of this kind; `text` describes it."""
     with self._lock:
       self._unsaid[kind] += 1
       if self._now_s() < self._next_s.get(kind, 0.0):
@@ -420,12 +404,12 @@ def reserve_descriptors(seats: int) -> None:
     )
 
 
-def _early(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+def _refuse_early(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
   context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer has no model yet: dial again')
 
 
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:
-  """Ends a stream of an ended session and tells the learner why."""
+  """Ends a stream of an ended session, with the reason for the learner."""
   if session.failed:
     unproved = session.trouble == grpc_session.UNPROVED
     code = grpc.StatusCode.UNAUTHENTICATED if unproved else grpc.StatusCode.ABORTED

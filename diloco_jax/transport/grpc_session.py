@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
+from diloco_jax.certs import proofs
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages, printable
@@ -38,10 +39,10 @@ SERVICE = 'diloco.v1.SyncerService'
 BRING = 'Bring'  # what a loop calls before it joins
 FOLLOW = 'Follow'  # what a follower calls (syncer/followers.py)
 TOKEN = 'diloco-session'
-FOLLOWS = 'diloco-follows'  # in the first metadata of a follower's call that is taken
+FOLLOWS = 'diloco-follows'  # in the first metadata of a follower's call that is accepted
 REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
 LOST = 'connection lost'
-REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
+REASON_CHARS = 600  # of a peer's reason: it may be a sentence with a remedy
 MAX_UNHANDLED = 16
 UNPROVED = 'refused certificates'
 SHARED = chunks.Shared()  # frames of the syncer of this process
@@ -85,8 +86,10 @@ class Session:
   ):
     self._traffic = traffic
     self.number = number
-    self.learner = ''  # the id that the peer has proved; '': none
+    self.token = ''  # with which the learner opens Bulk (syncer)
+    self.proof: proofs.Proof | None = None  # of the learner, with its certificate (syncer)
     self.reason = ''
+    self.failed = False  # it broke, rather than being closed by either side
     self.finished = threading.Event()  # both streams have ended
     self.since_s = time.monotonic()
     self.trouble = ''  # the kind of fault for which the syncer ended this session
@@ -100,9 +103,9 @@ class Session:
       self._split, limits.max_queued_bytes, limits.max_queued_messages
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
-    self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
+    self.rules = peer_limits.SyncerRules(limits) if dialed else peer_limits.LearnerRules(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes, begins=self._begins
+      max_payload_bytes=limits.max_payload_bytes, on_begin=self._on_begin
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
@@ -118,7 +121,6 @@ class Session:
     self._changed = threading.Condition(lock)
     self._bulk_changed = threading.Condition(lock)  # the bulk writer waits here, and no other
     self._state = _State.CONNECTING
-    self._failed = False
     self._bulk_done = False
     self._cancels: list[Callable[[], None]] = []  # one per stream
     self._streams_up = 0
@@ -134,8 +136,9 @@ class Session:
       if self._state is _State.CONNECTING:
         self._state = _State.OPEN
         if not self._dialed:
-          self._give(self._limits.handshake_s, 'no Join')
-        self._post(events.Connected(session=self.number, learner=self.learner))
+          self._set_deadline(self._limits.handshake_s, 'no Join')
+        learner = self.proof.name.id if self.proof else ''
+        self._post(events.Connected(session=self.number, learner=learner))
         self._wake_all()
 
   def wait_open(self, timeout_s: float) -> bool:
@@ -146,7 +149,7 @@ class Session:
   def admit(self) -> None:
     """The peer is a member, whose session has no deadline."""
     with self._changed:
-      self._rules.member = True
+      self.rules.member = True
       _cancel(self._deadline)
 
   def send(self, message: messages.Message, payload: link.Buffer | None) -> None:
@@ -155,7 +158,7 @@ class Session:
         return
       try:
         self._send_queue.push(message, payload)
-        self._rules.sent(message)
+        self.rules.on_sent(message)
         (self._changed if payload is None else self._bulk_changed).notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)
@@ -182,14 +185,14 @@ class Session:
         self.trouble = trouble
       self._change_state(_State.OVER, reason, failed=True)
 
-  def lost(self, error: grpc.RpcError, reason: str) -> None:
+  def fail_after(self, error: grpc.RpcError, reason: str) -> None:
     """Ends the session after a stream's error; a refused certificate is the learner's reason."""
     with self._changed:
       refused = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
       if refused and self._dialed and self._state is not _State.OVER:
         self._unhandled += 1
-        told = messages.unproved(printable.printable(error.details() or '', REASON_CHARS))
-        self._post(events.Received(session=self.number, message=told))
+        refusal = messages.unproved(printable.printable(error.details() or '', REASON_CHARS))
+        self._post(events.Received(session=self.number, message=refusal))
       self.fail(reason)
 
   def add_stream(self, cancel: Callable[[], None]) -> None:
@@ -204,7 +207,7 @@ class Session:
     for cancel in cancels:
       cancel()
 
-  def stream_gone(self) -> bool:
+  def remove_stream(self) -> bool:
     """Counts an ended stream; returns True if it was the last."""
     with self._changed:
       self._streams_up -= 1
@@ -221,24 +224,14 @@ class Session:
     self.finished.set()
 
   @property
-  def failed(self) -> bool:
-    """Whether the session broke, rather than being closed by either side."""
-    return self._failed
-
-  @property
   def member(self) -> bool:
     """Whether the session is up and a member's."""
-    return self._state is _State.OPEN and self._rules.member
+    return self._state is _State.OPEN and self.rules.member
 
   @property
   def stranger(self) -> bool:
     """Whether the session is up, or about to be, and no member's."""
-    return self._state in (_State.CONNECTING, _State.OPEN) and not self._rules.member
-
-  @property
-  def stage(self) -> int:
-    """How far it has come with joining (peer_limits.py)."""
-    return self._rules.stage
+    return self._state in (_State.CONNECTING, _State.OPEN) and not self.rules.member
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------
 
@@ -263,12 +256,12 @@ class Session:
           yield acknowledgement
         self._traffic.add(sent_bytes=len(frame))
         yield frame
-      elif isinstance(found := self._next_bulk(), bytes):
-        yield found
-      elif found is None:
+      elif (bulk := self._next_bulk()) is None:
         return
+      elif isinstance(bulk, bytes):
+        yield bulk
       else:
-        frames = found
+        frames = bulk
 
   def _split(self, payload: link.Buffer) -> Iterator[bytes]:
     """The frames of a transfer, which begins now."""
@@ -282,13 +275,13 @@ class Session:
         now_s = time.monotonic()
         if (received := self._receipts.due(now_s)) is not None:
           return chunks.acknowledgement(received)
-        takes = self._window.takes(size)
-        pause_s = self._window.wait_s(now_s) if takes else 0.0
-        if takes and not pause_s:
+        has_room = self._window.has_room(size)
+        pause_s = self._window.wait_s(now_s) if has_room else 0.0
+        if has_room and not pause_s:
           self._window.add(size, now_s)
           return None
-        waits_s = (pause_s or None, self._receipts.wait_s(now_s))
-        self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))
+        waits_s = [pause_s or None, self._receipts.wait_s(now_s)]
+        self._bulk_changed.wait(min((s for s in waits_s if s is not None), default=None))
       return None
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
@@ -300,21 +293,21 @@ class Session:
           if self._dialed:
             self._message_rate.spend(1, now_s)
           return entry
-        waits = self._send_queue.control_waits
-        if self._state is _State.DRAINING and self._bulk_done and not waits:
+        has_control = self._send_queue.has_control
+        if self._state is _State.DRAINING and self._bulk_done and not has_control:
           return None
-        self._changed.wait(pause_s if waits else None)
+        self._changed.wait(pause_s if has_control else None)
       return None
 
-  def _give(self, limit_s: float, missing: str) -> None:
-    """Gives a stranger `limit_s` until the session ends for what is missing. No thread of the
+  def _set_deadline(self, limit_s: float, missing: str) -> None:
+    """Ends the session of a stranger after `limit_s` for what is missing then. No thread of the
     session keeps the time: a peer that reads nothing can block its writers."""
     _cancel(self._deadline)
-    self._deadline = start_timer(limit_s, self._expired, f'{missing} within {limit_s:g} s')
+    self._deadline = start_timer(limit_s, self._fail_unused, f'{missing} within {limit_s:g} s')
 
-  def _expired(self, reason: str) -> None:
+  def _fail_unused(self, reason: str) -> None:
     with self._changed:
-      if self._state is _State.OPEN and not self._rules.member:
+      if self._state is _State.OPEN and not self.rules.member:
         self.fail(reason, trouble=UNUSED)
 
   def _next_bulk(self) -> Iterator[bytes] | bytes | None:
@@ -342,15 +335,15 @@ class Session:
   def read_bulk(self, stream: Iterable[bytes]) -> None:
     self._read(stream, self._on_frame)
 
-  def _read(self, stream: Iterable[bytes], take: Callable[[bytes], None]) -> None:
+  def _read(self, stream: Iterable[bytes], process: Callable[[bytes], None]) -> None:
     try:
       for data in stream:
         self._traffic.add(received_bytes=len(data))
-        take(data)
+        process(data)
     except (control_crc.WireError, link.LinkError) as error:
       self.fail(f'the peer broke the protocol: {error}', trouble=BROKEN)
     except grpc.RpcError as error:
-      self.lost(error, describe(error))
+      self.fail_after(error, describe(error))
     except Exception as error:  # a reader that dies silently would leave a session deaf
       self.fail(f'{type(error).__name__}: {error}')
       raise
@@ -360,8 +353,8 @@ class Session:
   def _on_end(self, stream: Iterable[bytes]) -> None:
     """Counts a stream that the peer ended in order; after both, the peer has closed the session."""
     trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
-    told = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
-    reason = printable.printable(told, REASON_CHARS)
+    text = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
+    reason = printable.printable(text, REASON_CHARS)
     with self._changed:
       self._streams_read += 1
       if self._streams_read == 2:
@@ -371,9 +364,9 @@ class Session:
     self._wait_turn(len(data))
     message, transfer = self._incoming.decode(self._received.open(data), self._max_items)
     with self._changed:
-      self._rules.received(message)
+      self.rules.on_received(message)
       if isinstance(message, messages.Join):
-        self._give(self._limits.member_s, 'not admitted as a learner')
+        self._set_deadline(self._limits.member_s, 'not admitted as a learner')
       self._deliver(self._receive_buffer.on_message(message, transfer))
       if isinstance(message, messages.Join) or transfer != link.NO_TRANSFER:
         self._changed.notify_all()  # the transfer may wait for its announcement
@@ -393,15 +386,20 @@ class Session:
           return
         self._changed.wait(wait_s)
 
-  def _begins(self, size: int) -> None:
+  def _on_begin(self, size: int) -> None:
     with self._changed:
-      self._rules.begins(size)
+      self.rules.on_transfer(size)
 
   def _on_frame(self, frame: bytes) -> None:
-    acknowledged = chunks.acknowledged(frame)
+    acknowledged = chunks.parse_acknowledgement(frame)
     with self._changed:
       if acknowledged is not None:
-        self._acknowledged(acknowledged)
+        if not self._window.acknowledge(acknowledged, time.monotonic()):
+          raise link.LinkError(
+            f'the peer acknowledges {acknowledged} bytes, where no frame ends that it has not '
+            'acknowledged'
+          )
+        self._bulk_changed.notify_all()
         return
       if self._receipts.add(len(frame), time.monotonic()):
         self._bulk_changed.notify_all()
@@ -412,20 +410,13 @@ class Session:
         # control makes the peer wait, too.
         size = payload_lib.size_bytes(transfer.data)
         self._changed.wait_for(
-          lambda: self._state is _State.OVER or self._receive_buffer.takes(transfer.number, size)
+          lambda: self._state is _State.OVER or self._receive_buffer.has_room(transfer.number, size)
         )
         if self._state is _State.OVER:
           return
         self._deliver(
           self._receive_buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
         )
-
-  def _acknowledged(self, received: int) -> None:
-    if not self._window.acknowledge(received, time.monotonic()):
-      raise link.LinkError(
-        f'the peer acknowledges {received} bytes, where no frame ends that it has not acknowledged'
-      )
-    self._bulk_changed.notify_all()
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
@@ -440,24 +431,24 @@ class Session:
   def _change_state(self, state: _State, reason: str, failed: bool) -> None:
     if self._state is _State.OVER:
       return
-    before, self._state = self._state, state
+    before = self._state
+    self._state = state
     if state is _State.OVER:
       self._send_queue.clear()
     self._wake_all()
-    if before is not _State.DRAINING:
-      self._stop(reason, failed, before is _State.OPEN)
-
-  def _wake_all(self) -> None:
-    self._changed.notify_all()
-    self._bulk_changed.notify_all()
-
-  def _stop(self, reason: str, failed: bool, was_open: bool) -> None:
-    self.reason, self._failed = reason, failed
-    if self._dialed or was_open:
+    if before is _State.DRAINING:
+      return
+    self.reason = reason
+    self.failed = failed
+    if self._dialed or before is _State.OPEN:
       self._post(events.Disconnected(session=self.number, reason=reason))
     _cancel(self._deadline)
     # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
     self._drained = start_timer(self._limits.drain_s, self._end_undrained)
+
+  def _wake_all(self) -> None:
+    self._changed.notify_all()
+    self._bulk_changed.notify_all()
 
   def _end_undrained(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
@@ -480,7 +471,7 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
 
 
 def start_timer(delay_s: float, act: Callable, *args) -> threading.Timer:
-  """Lets `act` happen after a delay, unless the timer is cancelled or the process ends."""
+  """Calls `act` after a delay, unless the timer is cancelled or the process ends."""
   timer = threading.Timer(delay_s, act, args)
   timer.daemon = True
   timer.start()
@@ -493,7 +484,7 @@ def _cancel(timer: threading.Timer | None) -> None:
 
 
 def public_nonce(secret: int) -> int:
-  """The nonce that machines, tapes and logs know of a process. Only the process itself knows the
-  secret, which goes over the wire, so a reader of tapes cannot pose as it."""
+  """The nonce of a process in machines, tapes and logs. Only the process itself has the secret,
+  which goes over the wire, so a reader of tapes cannot pose as it."""
   digest = hashlib.sha256(secret.to_bytes(8, 'big')).digest()
   return int.from_bytes(digest[:8], 'big') >> 1  # 63 bits

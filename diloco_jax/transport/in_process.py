@@ -39,30 +39,6 @@ class InProcessHub:
   def learner_transport(self, post: ports.Post, payloads: ports.Payloads) -> 'InProcessTransport':
     return InProcessTransport(self, post, payloads)
 
-  def cut(self, transport: 'InProcessTransport') -> None:
-    """Breaks every session of one end, like a lost connection."""
-    with self._lock:
-      transport._end_all('connection cut')
-
-  def _connect(self, learner: 'InProcessTransport', session: int) -> None:
-    with self._lock:
-      if session in learner._peers:
-        raise ValueError(f'session {session} was dialed before: a number is used once')
-      if self._syncer is None:
-        learner._post(events.Disconnected(session=session, reason='unavailable: no syncer listens'))
-        return
-      number = next(self._numbers)
-      self._syncer._peers[number] = (learner, session)
-      learner._peers[session] = (self._syncer, number)
-      self._syncer._post(events.Connected(session=number))
-      learner._post(events.Connected(session=session))
-
-  def _retire(self, transport: 'InProcessTransport', reason: str) -> None:
-    with self._lock:
-      transport._end_all(reason or 'shut down')
-      if self._syncer is transport:
-        self._syncer = None
-
 
 class InProcessTransport:
   """One end of a hub: the port `node.ports.Transport`."""
@@ -76,7 +52,18 @@ class InProcessTransport:
     self.traffic = link.Traffic()  # payloads only: messages are not serialised
 
   def dial(self, session: int) -> None:
-    self._hub._connect(self, session)
+    with self._hub._lock:
+      if session in self._peers:
+        raise ValueError(f'session {session} was dialed before: a number is used once')
+      syncer = self._hub._syncer
+      if syncer is None:
+        self._post(events.Disconnected(session=session, reason='unavailable: no syncer listens'))
+        return
+      number = next(self._hub._numbers)
+      syncer._peers[number] = (self, session)
+      self._peers[session] = (syncer, number)
+      syncer._post(events.Connected(session=number))
+      self._post(events.Connected(session=session))
 
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
@@ -85,10 +72,12 @@ class InProcessTransport:
     with self._hub._lock:
       if session in self._peers:
         peer, number = self._peers[session]
-        size_bytes = 0 if payload is None else payload_lib.size_bytes(payload)
-        self.traffic.add(sent_bytes=size_bytes)
-        peer.traffic.add(received_bytes=size_bytes)
-        peer._deliver(number, message, payload)
+        payload_id = None
+        if payload is not None:
+          payload_id = peer._payloads.put(payload)
+          self.traffic.add(sent_bytes=payload_lib.size_bytes(payload))
+          peer.traffic.add(received_bytes=payload_lib.size_bytes(payload))
+        peer._post(events.Received(session=number, message=message, payload_id=payload_id))
 
   def admit(self, session: int) -> None:
     pass  # peers in one process are trusted
@@ -102,13 +91,11 @@ class InProcessTransport:
 
   def shutdown(self, grace_s: float, reason: str = '') -> None:
     del grace_s  # this transport queues nothing
-    self._hub._retire(self, reason)
-
-  def _deliver(
-    self, session: int, message: messages.Message, payload: payload_lib.Payload | None
-  ) -> None:
-    payload_id = None if payload is None else self._payloads.put(payload)
-    self._post(events.Received(session=session, message=message, payload_id=payload_id))
+    with self._hub._lock:
+      for session in list(self._peers):
+        self._end(session, reason or 'shut down')
+      if self._hub._syncer is self:
+        self._hub._syncer = None
 
   def _end(self, session: int, reason: str) -> None:
     if session not in self._peers:
@@ -117,7 +104,3 @@ class InProcessTransport:
     del peer._peers[number]
     peer._post(events.Disconnected(session=number, reason=reason))
     self._post(events.Disconnected(session=session, reason=reason))
-
-  def _end_all(self, reason: str) -> None:
-    for session in list(self._peers):
-      self._end(session, reason)

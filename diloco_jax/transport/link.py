@@ -72,21 +72,14 @@ class Limits:
 def check_payload(message: messages.Message, payload: payload_lib.Payload | None) -> None:
   """Raises ValueError if the payload differs from the one that the message announces."""
   announced = announced_payload(message)
-  name = type(message).__name__
-  if (announced is None) != (payload is None):
-    raise ValueError(f'{name} announces {announced} but comes with {_describe(payload)}')
-  if announced is not None and announced.size_bytes != payload_lib.size_bytes(payload):
-    raise ValueError(
-      f'{name} announces {announced.size_bytes} bytes but comes with {_describe(payload)}'
-    )
+  due = 'no payload' if announced is None else f'{announced.size_bytes} bytes'
+  given = 'no payload' if payload is None else f'{payload_lib.size_bytes(payload)} bytes'
+  if given != due:
+    raise ValueError(f'{type(message).__name__} announces {due} but comes with {given}')
 
 
 def announced_payload(message: messages.Message) -> messages.Payload | None:
   return getattr(message, 'payload', None)
-
-
-def _describe(payload: payload_lib.Payload | None) -> str:
-  return 'no payload' if payload is None else f'{payload_lib.size_bytes(payload)} bytes'
 
 
 class SendQueue:
@@ -111,9 +104,8 @@ class SendQueue:
     """Queues a message. Raises LinkError if the queue would exceed this peer's limits."""
     check_payload(message, payload)
     if payload is None:
-      self._push_control(message, NO_TRANSFER)
+      self._push_control(message)
     else:
-      self._supersede(message)
       self._push_bulk(message, payload)
 
   def next_control(self) -> tuple[messages.Message, int] | None:
@@ -140,10 +132,10 @@ class SendQueue:
     self._bulk.clear()
 
   @property
-  def control_waits(self) -> bool:
+  def has_control(self) -> bool:
     return bool(self._control)
 
-  def _push_control(self, message: messages.Message, transfer: int) -> None:
+  def _push_control(self, message: messages.Message) -> None:
     if isinstance(message, messages.Progress) and self._control:
       if isinstance(self._control[-1][0], messages.Progress):
         self._control.pop()
@@ -151,40 +143,28 @@ class SendQueue:
       raise LinkError(
         f'too slow: {len(self._control)} messages wait to go out, at most {self._max_messages} may'
       )
-    self._control.append((message, transfer))
+    self._control.append((message, NO_TRANSFER))
 
   def _push_bulk(self, message: messages.Message, payload: Buffer) -> None:
+    if isinstance(message, messages.Publish) and message.base_version is None:
+      is_older = lambda waiting: (
+        isinstance(waiting, messages.Publish)
+        and waiting.fragment == message.fragment
+        and waiting.version <= message.version
+      )
+      self._bulk = collections.deque(entry for entry in self._bulk if not is_older(entry[0]))
     queued = self.queued_bytes
-    if queued + payload_lib.size_bytes(payload) > self._max_bytes:
+    size = payload_lib.size_bytes(payload)
+    if queued + size > self._max_bytes:
       raise LinkError(
-        f'too slow: {queued} payload bytes wait to go out and '
-        f'{payload_lib.size_bytes(payload)} more would be over the {self._max_bytes} granted'
+        f'too slow: {queued} payload bytes wait to go out and {size} more would be over the '
+        f'{self._max_bytes} granted'
       )
     self._bulk.append((message, payload))
-
-  def _supersede(self, message: messages.Message) -> None:
-    if not isinstance(message, messages.Publish) or message.base_version is not None:
-      return
-    kept = [one for one in self._bulk if not _is_older_publish(one[0], message)]
-    self._bulk = collections.deque(kept)
-
-
-def _is_older_publish(waiting: messages.Message, whole: messages.Publish) -> bool:
-  return (
-    isinstance(waiting, messages.Publish)
-    and waiting.fragment == whole.fragment
-    and waiting.version <= whole.version
-  )
 
 
 Delivery = tuple[messages.Message, Any]
 """A complete message and its payload (None without one)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Arrived:
-  data: Buffer
-  payload: messages.Payload
 
 
 class ReceiveBuffer:
@@ -199,49 +179,16 @@ class ReceiveBuffer:
     self._max_payload_bytes = max_payload_bytes
     self._max_announced = max_announced
     self._announced: dict[int, messages.Message] = {}
-    self._arrived: dict[int, _Arrived] = {}
+    self._arrived: dict[int, tuple[messages.Payload, Buffer]] = {}
     self._last_transfer = NO_TRANSFER
 
   def on_message(self, message: messages.Message, transfer: int) -> Delivery | None:
-    """Takes a message; returns it with its payload if it is now complete."""
+    """Adds a message; returns it with its payload if it is now complete."""
     payload = announced_payload(message)
     if (payload is None) != (transfer == NO_TRANSFER):
       raise LinkError(f'{type(message).__name__} with payload {payload} names transfer {transfer}')
     if payload is None:
       return message, None
-    self._check_announcement(payload, transfer)
-    self._last_transfer = transfer
-    self._announced[transfer] = message
-    return self._pair(transfer)
-
-  @property
-  def waits(self) -> bool:
-    """Whether a payload is announced that has not come."""
-    return bool(self._announced)
-
-  def takes(self, transfer: int, size: int) -> bool:
-    """Whether there is room for this transfer, or its announcement has arrived."""
-    waiting = sum(one.payload.size_bytes for one in self._arrived.values())
-    room = len(self._arrived) < self._max_announced
-    return transfer in self._announced or (room and waiting + size <= self._max_payload_bytes)
-
-  def on_transfer(self, transfer: int, data: Buffer, crc32: int) -> Delivery | None:
-    """Takes a whole transfer; returns its message and payload if the message has arrived."""
-    known = transfer <= self._last_transfer and transfer not in self._announced
-    if known or transfer in self._arrived:
-      raise LinkError(
-        f'transfer {transfer} came twice; the last announced is {self._last_transfer}'
-      )
-    payload = messages.Payload(size_bytes=payload_lib.size_bytes(data), crc32=crc32)
-    if not self.takes(transfer, payload.size_bytes):
-      raise LinkError(
-        f'transfer {transfer} came unannounced beside {len(self._arrived)} others, at most '
-        f'{self._max_payload_bytes} bytes may wait'
-      )
-    self._arrived[transfer] = _Arrived(data, payload)
-    return self._pair(transfer)
-
-  def _check_announcement(self, payload: messages.Payload, transfer: int) -> None:
     if transfer <= self._last_transfer:
       raise LinkError(f'transfer {transfer} is announced after transfer {self._last_transfer}')
     if payload.size_bytes > self._max_payload_bytes:
@@ -254,18 +201,48 @@ class ReceiveBuffer:
         f'{len(self._announced)} announced payloads have not come, at most '
         f'{self._max_announced} may be missing'
       )
+    self._last_transfer = transfer
+    self._announced[transfer] = message
+    return self._pair(transfer)
+
+  @property
+  def waits(self) -> bool:
+    """Whether a payload is announced that has not come."""
+    return bool(self._announced)
+
+  def has_room(self, transfer: int, size: int) -> bool:
+    """Whether there is room for this transfer, or its announcement has arrived."""
+    waiting = sum(payload.size_bytes for payload, _ in self._arrived.values())
+    room = len(self._arrived) < self._max_announced
+    return transfer in self._announced or (room and waiting + size <= self._max_payload_bytes)
+
+  def on_transfer(self, transfer: int, data: Buffer, crc32: int) -> Delivery | None:
+    """Adds a whole transfer; returns its message and payload if the message has arrived."""
+    known = transfer <= self._last_transfer and transfer not in self._announced
+    if known or transfer in self._arrived:
+      raise LinkError(
+        f'transfer {transfer} came twice; the last announced is {self._last_transfer}'
+      )
+    payload = messages.Payload(size_bytes=payload_lib.size_bytes(data), crc32=crc32)
+    if not self.has_room(transfer, payload.size_bytes):
+      raise LinkError(
+        f'transfer {transfer} came unannounced beside {len(self._arrived)} others, at most '
+        f'{self._max_payload_bytes} bytes may wait'
+      )
+    self._arrived[transfer] = payload, data
+    return self._pair(transfer)
 
   def _pair(self, transfer: int) -> Delivery | None:
     if transfer not in self._announced or transfer not in self._arrived:
       return None
-    message, arrived = self._announced.pop(transfer), self._arrived.pop(transfer)
+    message = self._announced.pop(transfer)
+    payload, data = self._arrived.pop(transfer)
     announced = announced_payload(message)
-    if announced != arrived.payload:
+    if announced != payload:
       raise LinkError(
-        f'{type(message).__name__} announces {announced} but transfer {transfer} '
-        f'has {arrived.payload}'
+        f'{type(message).__name__} announces {announced} but transfer {transfer} has {payload}'
       )
-    return message, arrived.data
+    return message, data
 
 
 class Traffic:

@@ -30,7 +30,7 @@ class Listener:
   Args:
     server: not started yet.
     address: unix:PATH or HOST:PORT.
-    say: takes lines about certificates.
+    say: prints lines about certificates.
 
   Raises:
     ValueError: `access` is not enough for the address, or something is wrong with its files.
@@ -47,7 +47,7 @@ class Listener:
     if address.startswith(addresses.UNIX):
       self._bind_socket(server, address)
     else:
-      port = self._bind(server, address)
+      port = self._bind(server, addresses.of_dns(address))
       self.address = f'{address.rpartition(":")[0]}:{port}'
 
   def close(self) -> None:
@@ -56,7 +56,6 @@ class Listener:
       self._lock.close()
 
   def _bind(self, server: grpc.Server, address: str) -> int:
-    address = address if address.startswith(addresses.UNIX) else addresses.of_dns(address)
     try:
       if self.credentials is not None:
         return server.add_secure_port(address, self.credentials.server_credentials())

@@ -26,8 +26,7 @@ KEPT_TAKES = 256  # memory that so many calls of `take` had no use for is freed
 class Memory:
   """Memory for payloads, used again when nothing refers to it any more: the first touch of a page
   costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
-  once, and frees what later payloads have no use for. Safe to use from any
-  thread.
+  once, and frees what later payloads have no use for. Thread-safe.
 
   Attributes:
     make: makes a new block of so many bytes.
@@ -54,10 +53,10 @@ class Memory:
         self._unused.append((self._takes, block))
         self._in_use_bytes -= block.nbytes
       # The smallest block of size to 2 * size; on a tie the one used last.
-      fits = [one for one in self._unused if size <= one[1].nbytes <= 2 * size]
-      found = min(reversed(fits), key=lambda one: one[1].nbytes, default=None)
-      block = self.make(size) if found is None else found[1]
-      self._unused = [one for one in self._unused if one is not found]
+      fits = [entry for entry in self._unused if size <= entry[1].nbytes <= 2 * size]
+      fit = min(reversed(fits), key=lambda entry: entry[1].nbytes, default=None)
+      block = self.make(size) if fit is None else fit[1]
+      self._unused = [entry for entry in self._unused if entry is not fit]
       self._in_use_bytes += block.nbytes
       self._most_bytes = max(self._most_bytes, self._in_use_bytes)
       while self._unused and (
@@ -102,8 +101,8 @@ _MALLOPT = {'trim_threshold': -1, 'top_pad': -2, 'mmap_threshold': -3}  # what a
 
 @functools.cache
 def keep_freed_memory() -> None:
-  """Lets glibc keep freed memory, as MALLOC says, also in a process that was started without it; a
-  value in the environment wins. Other C libraries are left alone."""
+  """Makes glibc keep freed memory, as MALLOC sets it, also in a process that was started without
+  it; a value in the environment wins. Other C libraries are left alone."""
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
   tunables = os.environ.get('GLIBC_TUNABLES', '')
   for name, option in _MALLOPT.items() if mallopt else ():
@@ -112,7 +111,7 @@ def keep_freed_memory() -> None:
 
 
 class PayloadStore:
-  """The port `node.ports.Payloads` as a dictionary; safe to use from any thread."""
+  """The port `node.ports.Payloads` as a dictionary. Thread-safe."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -159,23 +158,24 @@ def keep(payloads: ports.Payloads, data: payload_lib.Payload) -> tuple[int, mess
   if payload_lib.is_on_devices(data):
     return payloads.put(data), messages.Payload(size_bytes=data.nbytes, crc32=0)
   view = memoryview(data).cast('B')
-  found = [isal_zlib.crc32(view[:STEP_BYTES])]
+  crc32s = [isal_zlib.crc32(view[:STEP_BYTES])]
   for start in range(STEP_BYTES, view.nbytes, STEP_BYTES):
-    found.append(isal_zlib.crc32(view[start : start + STEP_BYTES], found[-1]))
+    crc32s.append(isal_zlib.crc32(view[start : start + STEP_BYTES], crc32s[-1]))
   key = id(view)
-  _checksums[key] = weakref.ref(view, lambda _: _checksums.pop(key, None)), found
-  return payloads.put(view), messages.Payload(size_bytes=view.nbytes, crc32=found[-1])
+  _checksums[key] = weakref.ref(view, lambda _: _checksums.pop(key, None)), crc32s
+  return payloads.put(view), messages.Payload(size_bytes=view.nbytes, crc32=crc32s[-1])
 
 
 def checksum(payload: payload_lib.Payload, size: int) -> int | None:
   """The CRC-32 of the first `size` bytes of a payload, all or a multiple of STEP_BYTES, if `keep`
   has read them."""
-  of, found = _checksums.get(id(payload), (None, []))
-  # Another payload may have had this id: the reference tells.
-  return found[max(0, size - 1) // STEP_BYTES] if of and of() is payload else None
+  reference, crc32s = _checksums.get(id(payload), (None, []))
+  # Another payload may have had this id: the reference shows which one it is of.
+  is_same = reference is not None and reference() is payload
+  return crc32s[max(0, size - 1) // STEP_BYTES] if is_same else None
 
 
 def to_host(payload: payload_lib.Payload) -> memoryview:
-  """Its bytes, an array's on devices, too. Waits for these without holding the GIL."""
+  """The bytes of a payload. Waits for an array on devices without holding the GIL."""
   view = np.asarray(payload) if payload_lib.is_on_devices(payload) else payload
   return memoryview(view).cast('B')

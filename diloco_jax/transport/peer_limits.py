@@ -9,12 +9,12 @@ A learner rejects sizes that its layout does not allow.
 
 import collections
 import dataclasses
-from typing import Any
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import link
 
 MAX_ASKED = 4096  # payloads that one learner may owe; the oldest are forgotten
+_Answer = tuple[int, int]  # sync, fragment
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,7 +33,7 @@ class Rate:
     self._spent_until_s = max(self._spent_until_s, now_s) + amount / self.per_s
 
 
-class OfLearner:
+class LearnerRules:
   """The rules of one learner's session, kept by the syncer. Not thread-safe.
 
   Attributes:
@@ -45,24 +45,28 @@ class OfLearner:
     self._limits = limits
     self.stage = 0
     self.member = False
-    self._asked: dict[Any, int] = {}  # the answer that is awaited: bytes of its payload
+    self._asked: dict[_Answer, int] = {}  # the answer that is awaited: bytes of its payload
     self._pulled: dict[int, int] = {}  # by fragment: its newest sync
     self._to_come: collections.Counter[int] = collections.Counter()  # of sizes, not yet begun
 
-  def sent(self, message: messages.Message) -> None:
+  def on_sent(self, message: messages.Message) -> None:
     """The syncer has sent this message."""
     match message:
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
         self._pulled[fragment] = sync  # else it is asked again, for the same answer
-        self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
+        if len(self._asked) == MAX_ASKED:
+          self._to_come[self._asked.pop(next(iter(self._asked)))] -= 1
+        size = self._limits.contribution_bytes[fragment]
+        self._asked[sync, fragment] = size
+        self._to_come[size] += 1
 
-  def begins(self, size: int) -> None:
+  def on_transfer(self, size: int) -> None:
     """The transfer of a payload of `size` bytes begins. Raises LinkError if none is awaited."""
     if not self._to_come[size]:
       raise link.LinkError(f'a payload of {size} bytes comes that the syncer has not asked for')
     self._to_come[size] -= 1
 
-  def received(self, message: messages.Message) -> None:
+  def on_received(self, message: messages.Message) -> None:
     """The learner has sent this message. Raises LinkError if it may not."""
     name = type(message).__name__
     if self.stage == 0 and not isinstance(message, messages.Join):
@@ -73,34 +77,26 @@ class OfLearner:
       case messages.Confirm():
         self._reach(2, name)
       case messages.Contribution(sync=sync, fragment=fragment, payload=payload):
-        self._answered(name, (sync, fragment), payload)
+        self._answer(name, (sync, fragment), payload)
       case messages.Decline(sync=sync, fragment=fragment):
-        self._answered(name, (sync, fragment), None)
+        self._answer(name, (sync, fragment), None)
 
   def _reach(self, stage: int, name: str) -> None:
     if self.stage >= stage:
       raise link.LinkError(f'a second {name}')
     self.stage = stage
 
-  def _ask(self, answer: Any, size: int) -> None:
-    if answer in self._asked:
-      return
-    if len(self._asked) == MAX_ASKED:
-      self._to_come[self._asked.pop(next(iter(self._asked)))] -= 1
-    self._asked[answer] = size
-    self._to_come[size] += 1
-
-  def _answered(self, name: str, answer: Any, payload: messages.Payload | None) -> None:
+  def _answer(self, name: str, answer: _Answer, payload: messages.Payload | None) -> None:
     size = self._asked.pop(answer, None)
     if size is None:
       raise link.LinkError(f'{name} for {answer}, for which the syncer has not asked')
     if payload is None:
-      self.begins(size)  # its bytes are awaited no more, and must not have begun
+      self.on_transfer(size)  # its bytes are awaited no more, and must not have begun
     elif payload.size_bytes != size:
       raise link.LinkError(f'{name} announces {payload.size_bytes} bytes, {size} were asked for')
 
 
-class OfSyncer:
+class SyncerRules:
   """The rules of the syncer's end, kept by a learner."""
 
   stage, member = 2, True
@@ -108,22 +104,18 @@ class OfSyncer:
   def __init__(self, limits: link.Limits):
     self._limits = limits
 
-  def sent(self, message: messages.Message) -> None:
+  def on_sent(self, message: messages.Message) -> None:
     pass
 
-  def begins(self, size: int) -> None:
+  def on_transfer(self, size: int) -> None:
     pass
 
-  def received(self, message: messages.Message) -> None:
+  def on_received(self, message: messages.Message) -> None:
     """Raises LinkError for a payload of a size that the layout does not have."""
-    match message:
-      case messages.Publish(fragment=fragment, payload=payload):
-        sizes = self._limits.publish_bytes
-        allowed = sizes[fragment] if fragment < len(sizes) else 0
-      case _:
-        return
-    if payload.size_bytes > allowed:
-      raise link.LinkError(
-        f'{type(message).__name__} announces {payload.size_bytes} bytes, the layout allows '
-        f'{allowed}'
-      )
+    if not isinstance(message, messages.Publish):
+      return
+    sizes = self._limits.publish_bytes
+    allowed = sizes[message.fragment] if message.fragment < len(sizes) else 0
+    size = message.payload.size_bytes
+    if size > allowed:
+      raise link.LinkError(f'Publish announces {size} bytes, the layout allows {allowed}')

@@ -1,4 +1,4 @@
-"""What the gRPC transports of both ends have in common: their sessions, by number."""
+"""What both gRPC ends of `node.ports.Transport` have in common: their sessions, by number."""
 
 import threading
 import time
@@ -11,10 +11,6 @@ from diloco_jax.transport import payloads as payloads_lib
 
 
 class Sessions:
-  """What both ends of `node.ports.Transport` have in common: the sessions, by number."""
-
-  session_class = grpc_session.Session
-
   def __init__(
     self,
     post: ports.Post,
@@ -31,22 +27,22 @@ class Sessions:
     payloads_lib.keep_freed_memory()
 
   def admit(self, session: int) -> None:
-    if (found := self._find(session)) is not None:
-      found.admit()
+    if (live := self._find(session)) is not None:
+      live.admit()
 
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:
-    if (found := self._find(session)) is not None:
-      found.send(message, payload)
+    if (live := self._find(session)) is not None:
+      live.send(message, payload)
 
   def handled(self, session: int) -> None:
-    if (found := self._find(session)) is not None:
-      found.handled()
+    if (live := self._find(session)) is not None:
+      live.handled()
 
   def close(self, session: int, reason: str) -> None:
-    if (found := self._find(session)) is not None:
-      found.close(reason)
+    if (live := self._find(session)) is not None:
+      live.close(reason)
 
   def _find(self, session: int) -> grpc_session.Session | None:
     with self._lock:
@@ -54,14 +50,14 @@ class Sessions:
 
   def _add(self, number: int, dialed: bool) -> grpc_session.Session:
     """A new session; the caller holds the lock."""
-    session = self.session_class(
+    session = grpc_session.Session(
       number, self._post, self._payloads, self._limits, dialed, self.traffic
     )
     self._sessions[number] = session
     return session
 
   def _close_all(self, reason: str, grace_s: float) -> list[grpc_session.Session]:
-    """Closes every session; those that are not finished after `grace_s`."""
+    """Closes every session; returns those that are not finished after `grace_s`."""
     deadline_s = time.monotonic() + grace_s
     with self._lock:
       sessions = list(self._sessions.values())

@@ -83,10 +83,8 @@ class Direction:
     try:
       envelope = self.envelope.FromString(data)
     except protobuf.DecodeError as error:
-      raise control_crc.WireError(
-        'protobuf',
-        f'{len(data)} bytes are no {self._name} ({error})',
-      ) from error
+      text = f'{len(data)} bytes are no {self._name} ({error})'
+      raise control_crc.WireError('protobuf', text) from error
     name = envelope.WhichOneof('body')
     if name is None:
       raise control_crc.WireError(
@@ -94,15 +92,12 @@ class Direction:
         f'{self._name} of {len(data)} bytes has no known body of protocol version '
         f'{messages.PROTOCOL_VERSION}',
       )
-    message = _read(self._class_of(name), getattr(envelope, name), max_items)
-    return message, envelope.transfer_id
+    cls = next(cls for cls in self.classes if _body_name(cls) == name)
+    return _read(cls, getattr(envelope, name), max_items), envelope.transfer_id
 
   @property
   def _name(self) -> str:
     return self.envelope.DESCRIPTOR.name
-
-  def _class_of(self, body: str) -> type:
-    return next(c for c in self.classes if _body_name(c) == body)
 
 
 LEARNER_TO_SYNCER = Direction(sync_pb2.ControlRequest, typing.get_args(messages.FromLearner))
@@ -116,13 +111,13 @@ def _body_name(cls: type) -> str:
 @functools.cache
 def _fields(cls: type) -> tuple[tuple[str, Any, bool], ...]:
   """(name, type, optional) of each field of a message class."""
-  return tuple((f.name, *_strip_optional(f.type)) for f in dataclasses.fields(cls))
-
-
-def _strip_optional(kind: Any) -> tuple[Any, bool]:
-  if isinstance(kind, types.UnionType):
-    return next(k for k in typing.get_args(kind) if k is not types.NoneType), True
-  return kind, False
+  fields = []
+  for field in dataclasses.fields(cls):
+    optional = isinstance(field.type, types.UnionType)  # of a type and None
+    fields.append(
+      (field.name, typing.get_args(field.type)[0] if optional else field.type, optional)
+    )
+  return tuple(fields)
 
 
 def _write(proto: protobuf.Message, message: Any) -> None:
@@ -131,7 +126,11 @@ def _write(proto: protobuf.Message, message: Any) -> None:
     if optional and value is None:
       continue
     if typing.get_origin(kind) is tuple:
-      _write_items(getattr(proto, name), _checked(type(message), name, value))
+      for item in _checked(type(message), name, value):
+        if dataclasses.is_dataclass(item):
+          _write(getattr(proto, name).add(), item)
+        else:
+          getattr(proto, name).append(item)
     elif dataclasses.is_dataclass(kind):
       getattr(proto, name).SetInParent()
       _write(getattr(proto, name), value)
@@ -139,21 +138,9 @@ def _write(proto: protobuf.Message, message: Any) -> None:
       setattr(proto, name, _checked(type(message), name, value))
 
 
-def _write_items(repeated: Any, values: tuple) -> None:
-  for value in values:
-    if dataclasses.is_dataclass(value):
-      _write(repeated.add(), value)
-    else:
-      repeated.append(value)
-
-
 def _read(cls: type, proto: protobuf.Message, max_items: int) -> Any:
-  return cls(
-    **{
-      name: _read_field(cls, proto, name, kind, optional, max_items)
-      for name, kind, optional in _fields(cls)
-    }
-  )
+  fields = _fields(cls)
+  return cls(**{field[0]: _read_field(cls, proto, *field, max_items) for field in fields})
 
 
 def _read_field(
@@ -212,10 +199,8 @@ def _check_string(cls: type, name: str, value: str) -> None:
   try:
     length = len(value.encode())
   except UnicodeEncodeError as error:
-    raise control_crc.WireError(
-      'string',
-      f'{cls.__name__}.{name} is no Unicode text: {error}',
-    ) from error
+    text = f'{cls.__name__}.{name} is no Unicode text: {error}'
+    raise control_crc.WireError('string', text) from error
   _check_length(cls, name, length, MAX_STRING_BYTES[name])
   if name == 'agreement' and not (value.isascii() and value.isprintable()):
     raise control_crc.WireError('string', f'{cls.__name__}.{name} is no printable ASCII')

@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from diloco_jax.certs import allowlist, authority, certificates, mint, names, private, proofs
+from diloco_jax.certs import allowlist, authority, mint, names, private, proofs
 from diloco_jax.certs import check as check_lib
 
 RUN = 'run-x'
@@ -21,10 +21,10 @@ def seconds(number: float) -> datetime.timedelta:
 def owner(folder: pathlib.Path, run: str = RUN) -> authority.Authority:
   """An authority with the folders of its syncer and of learners l0 and l1."""
   now = proofs.utc_now()
-  made = authority.init(folder, run, now)
+  owner = authority.init(folder, run, now)
   for learner in ('l0', 'l1'):
-    made.issue(learner, now)
-  return made
+    owner.issue(learner, now)
+  return owner
 
 
 def node(
@@ -41,7 +41,7 @@ def node(
   """The folder of a node with a certificate of the authority that says what the arguments say;
   `listed`: the learner under which it is on the allowlist."""
   key, now = mint.new_key(), proofs.utc_now()
-  given = [*map(x509.UniformResourceIdentifier, uris), *map(x509.DNSName, dns)]
+  alternatives = [*map(x509.UniformResourceIdentifier, uris), *map(x509.DNSName, dns)]
   certificate = (
     x509.CertificateBuilder()
     .subject_name(x509.Name([]))
@@ -50,7 +50,7 @@ def node(
     .serial_number(x509.random_serial_number())
     .not_valid_before(now + seconds(begins_s))
     .not_valid_after(now + seconds(ends_s))
-    .add_extension(x509.SubjectAlternativeName(given), critical=True)
+    .add_extension(x509.SubjectAlternativeName(alternatives), critical=True)
     .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     .sign(owner.key, hashes.SHA256())
@@ -61,7 +61,9 @@ def node(
   private.write_new(folder / check_lib.AUTHORITY, mint.pem(owner.certificate))
   if listed:
     entries = owner.allowlist().listed
-    entries.setdefault(listed, {})[certificates.sha256(certificate)] = now + seconds(ends_s)
+    entries.setdefault(listed, {})[certificate.fingerprint(hashes.SHA256()).hex()] = now + seconds(
+      ends_s
+    )
     allowlist.Allowlist(owner.run, entries).write(owner.folder / names.SYNCER)
   return folder
 

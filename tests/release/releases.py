@@ -47,16 +47,14 @@ def version_of(home: pathlib.Path) -> str:
 
 
 def numbers(home: pathlib.Path) -> dict[str, int]:
-  program = (
-    'import json; from diloco_jax.protocol import formats; print(json.dumps(formats.NUMBERS))'
-  )
-  done = subprocess.run(
-    [sys.executable, '-P', '-c', program],
+  imports = 'import json; from diloco_jax.protocol import formats'
+  process = subprocess.run(
+    [sys.executable, '-P', '-c', f'{imports}; print(json.dumps(formats.NUMBERS))'],
     env={**os.environ, 'PYTHONPATH': str(home)},
     capture_output=True,
     check=False,
   )
-  return json.loads(done.stdout) if not done.returncode else {}
+  return json.loads(process.stdout) if not process.returncode else {}
 
 
 def command(home: pathlib.Path, *words: str) -> list[str]:

@@ -82,10 +82,11 @@ def test_both_releases_have_the_numbers_of_today(homes):
 
 def _wrote(workdir: pathlib.Path) -> dict[str, list[str]]:
   """The releases of the processes of each node, by their tapes, in the order of their lives."""
-  found: dict[str, list[str]] = {}
+  programs: dict[str, list[str]] = {}
   for life in tape_files.find(workdir):
-    found.setdefault(life.node, []).append(tape_files.read(life).header.versions[tape_lib.PROGRAM])
-  return found
+    program = tape_files.read(life).header.versions[tape_lib.PROGRAM]
+    programs.setdefault(life.node, []).append(program)
+  return programs
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 both numbers and who reads it, and every byte stays as it is."""
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -96,17 +97,13 @@ def _in_header(name: str, at: int, kind: str, checked: int) -> Callable:
 
 
 def _join(here: pathlib.Path) -> None:
-  """A learner joins a syncer; raises what it is told."""
+  """A learner joins a syncer; raises the text of its refusal."""
   number = json.loads((here / 'join').read_text('utf-8'))
-  joins = messages.Join(**(_fields(single.join()) | {'protocol': number}))
-  for action in single.new_machine().handle(0, single.received(1, joins)):
+  join = dataclasses.replace(single.join(), protocol=number)
+  for action in single.new_machine().handle(0, single.received(1, join)):
     if isinstance(action, actions.Send) and isinstance(action.message, messages.Refused):
       assert action.message.retry_ns is None
       raise formats.OtherFormat(action.message.text)
-
-
-def _fields(message: messages.Join) -> dict:
-  return {name: getattr(message, name) for name in message.__dataclass_fields__}
 
 
 def _write_number(here: pathlib.Path, number: int | None = None) -> None:
@@ -132,16 +129,16 @@ def _log_files(here: pathlib.Path) -> files_lib.Files:
 
 
 def _write_log(here: pathlib.Path) -> None:
-  with contextlib.closing(_log_files(here / 'wal')) as there:
-    there.lock()
-    log = wal.open_log(there, 'run')
+  with contextlib.closing(_log_files(here / 'wal')) as files:
+    files.lock()
+    log = wal.open_log(files, 'run')
     log.append(1, b'abc')
     log.commit()
 
 
 def _open_log(here: pathlib.Path) -> None:
-  with contextlib.closing(_log_files(here / 'wal')) as there:
-    wal.open_log(there, 'run')
+  with contextlib.closing(_log_files(here / 'wal')) as files:
+    wal.open_log(files, 'run')
 
 
 def _write_checkpoints(here: pathlib.Path) -> None:
@@ -160,22 +157,15 @@ def _restore(here: pathlib.Path) -> checkpoint.Restored | None:
     checkpoints.close()
 
 
-@contextlib.contextmanager
-def _stored(here: pathlib.Path, disk: str):
-  config = load.load('stdlib_lm:tiny')
-  config.train.store = str(here / 'store')
-  with stored.open_store(config, here.parent / disk, print) as there:
-    yield there
-
-
 def _write_claim(here: pathlib.Path) -> None:
   (here / 'store').mkdir()
-  with _stored(here, 'first'):
-    pass
+  _open_claim(here, disk='first')
 
 
-def _open_claim(here: pathlib.Path) -> None:
-  with _stored(here, 'second'):
+def _open_claim(here: pathlib.Path, disk: str = 'second') -> None:
+  config = load.load('stdlib_lm:tiny')
+  config.train.store = str(here / 'store')
+  with stored.open_store(config, here.parent / disk, print):
     pass
 
 
@@ -191,8 +181,8 @@ def _change_tape(here: pathlib.Path, number: int | None) -> None:
   del values['hash']
   values |= {'schema': number, 'versions': values['versions'] | {tape_lib.PROGRAM: PROGRAM}}
   body = json.dumps(values, separators=(',', ':'))[:-1]
-  found = hashlib.sha256((tape_lib.GENESIS + body).encode()).hexdigest()
-  path.write_text(f'{body},"hash":"{found}"}}\n', 'utf-8')
+  chain = hashlib.sha256((tape_lib.GENESIS + body).encode()).hexdigest()
+  path.write_text(f'{body},"hash":"{chain}"}}\n', 'utf-8')
 
 
 def _open_tape(here: pathlib.Path) -> None:
@@ -221,24 +211,12 @@ def _write_track(here: pathlib.Path) -> None:
   json_files.write(here / 'wandb.json', formats.stamp('track') | {'lines': {}})
 
 
-def _open_track(here: pathlib.Path) -> None:
-  _diloco('track', f'--workdir={here}')
-
-
 def _diloco(*words: str) -> None:
   """Runs a command; raises its line if it ends with 42."""
-  done = command_line.diloco(*words)
-  if done.returncode == 42:
-    raise formats.OtherFormat(done.stderr)
-  assert not done.returncode, done.stderr
-
-
-def _settings(here: pathlib.Path) -> None:
-  load.write(here, load.load('stdlib_lm:tiny'))
-
-
-def _lineage(here: pathlib.Path) -> None:
-  lineage_lib.write(here, lineage_lib.Lineage())
+  process = command_line.diloco(*words)
+  if process.returncode == 42:
+    raise formats.OtherFormat(process.stderr)
+  assert not process.returncode, process.stderr
 
 
 _MANIFEST = 'islands/l0/ckpt/2/manifest.json'
@@ -260,8 +238,14 @@ DOORS = {
     says_program=False,
   ),
   'state': Door(_write_checkpoints, _in_json(_MANIFEST, 'sha256'), _restore),
-  'config': Door(_settings, _in_json(load.FILE), load.read),
-  'lineage': Door(_lineage, _in_json(lineage_lib.FILE, 'sha256'), lineage_lib.read),
+  'config': Door(
+    lambda here: load.write(here, load.load('stdlib_lm:tiny')), _in_json(load.FILE), load.read
+  ),
+  'lineage': Door(
+    lambda here: lineage_lib.write(here, lineage_lib.Lineage()),
+    _in_json(lineage_lib.FILE, 'sha256'),
+    lineage_lib.read,
+  ),
   'claim': Door(
     _write_claim, _in_json(f'store/{claim_lib.NAME}', 'sha256'), _open_claim, claim_lib.Denied
   ),
@@ -272,14 +256,16 @@ DOORS = {
     _in_json(f'certs/{allowlist.FILE}'),
     lambda here: allowlist.read(here / 'certs'),
   ),
-  'track': Door(_write_track, _in_json('wandb.json'), _open_track),
+  'track': Door(
+    _write_track, _in_json('wandb.json'), lambda here: _diloco('track', f'--workdir={here}')
+  ),
 }
 
 
 def _bytes(here: pathlib.Path) -> dict[str, bytes]:
   locks = files_lib.LOCK, '.writable'
-  found = (path for path in here.rglob('*') if path.is_file() and path.name not in locks)
-  return {str(path.relative_to(here)): path.read_bytes() for path in found}
+  paths = (path for path in here.rglob('*') if path.is_file() and path.name not in locks)
+  return {str(path.relative_to(here)): path.read_bytes() for path in paths}
 
 
 @pytest.fixture(name='here')
@@ -298,19 +284,24 @@ def test_what_this_release_wrote_is_read(name, here):
   DOORS[name].open(here)
 
 
-@pytest.mark.parametrize('name, other', [*itertools.product(DOORS, OTHERS)])
+@pytest.mark.parametrize(
+  'name, other',
+  [
+    (name, other)
+    for name, other in itertools.product(DOORS, OTHERS)
+    if DOORS[name].says_program or other != 'none'  # a binary header has a number
+  ],
+)
 def test_what_another_release_wrote_is_refused_and_stays_as_it_is(name, other, here):
-  door, number = DOORS[name], formats.NUMBERS[name]
-  if (step := OTHERS[other]) is None and not door.says_program:
-    step = -1  # a binary header has a number
-  found = None if step is None else number + step
+  door, number, step = DOORS[name], formats.NUMBERS[name], OTHERS[other]
+  other_number = None if step is None else number + step
   door.write(here)
-  door.change(here, found)
+  door.change(here, other_number)
   before = _bytes(here)
   with pytest.raises(door.error) as refused:
     door.open(here)
   text = str(refused.value)
-  what = f'no number of its {name} format' if found is None else f'{name} format {found}'
+  what = f'{name} format {other_number}' if step else f'no number of its {name} format'
   assert f' has {what}, diloco_jax {version.__version__} reads {number}. ' in text
   assert 'Nothing was changed or lost. Use the release that reads it: ' in text
   age = 'a newer' if step == 1 else 'an older'
@@ -376,7 +367,7 @@ def test_records_of_another_release_are_refused_at_each_call(here):
     folder_lib.read(here)
 
 
-def test_a_word_of_another_release_is_printable_and_short():
+def test_a_text_of_another_release_is_printable_and_short():
   text = formats.refusal('claim', 'x' * 999, 'the claim', '\x1b[2J' * 99)
   assert text.isprintable() and len(text) < 300
 

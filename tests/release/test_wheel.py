@@ -74,8 +74,8 @@ def test_the_source_archive_holds_what_git_has(source):
   listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
   names = [name for name in listed.split('\0') if name and not name.startswith('.')]
   here = {name for name in names if (ROOT / name).is_file()}  # no links to folders
-  found = (path for path in source.rglob('*') if path.is_file())
-  assert {str(path.relative_to(source)) for path in found} - {'.gitignore', 'PKG-INFO'} == here
+  held = {str(path.relative_to(source)) for path in source.rglob('*') if path.is_file()}
+  assert held - {'.gitignore', 'PKG-INFO'} == here
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
@@ -131,8 +131,8 @@ def test_messages_and_pages_name_extras_that_exist(description):
   named = {
     extra
     for page in pages
-    for found in re.findall(r'diloco[-_]jax\[([a-z,]+)\]', page.read_text('utf-8'))
-    for extra in found.split(',')
+    for extras_of_page in re.findall(r'diloco[-_]jax\[([a-z,]+)\]', page.read_text('utf-8'))
+    for extra in extras_of_page.split(',')
   }
   assert named and named <= extras
 

@@ -82,7 +82,7 @@ class Target:
   granted_bytes: int = 1 << 20
 
   def run(self, data: bytes) -> bool:
-    """Decodes these bytes; returns whether they were taken. Any other exception is a defect."""
+    """Decodes these bytes; returns whether they were accepted. Any other exception is a defect."""
     try:
       self.decode(data)
     except self.raises:
@@ -248,9 +248,15 @@ def _mend_record_file(data: bytes) -> bytes:
 
 
 def _outer_step() -> bytes:
-  one = actions.Participant(learner='l0', incarnation=1, payload_id=4, tokens=10, steps=1, limit=5)
+  participant = actions.Participant(
+    learner='l0', incarnation=1, payload_id=4, tokens=10, steps=1, limit=5
+  )
   merge = actions.Merge(
-    sync=2, fragment=0, version=1, participants=(one, one), machine_state={'next': 3, 'a': [1, 2]}
+    sync=2,
+    fragment=0,
+    version=1,
+    participants=(participant, participant),
+    machine_state={'next': 3, 'a': [1, 2]},
   )
   done = events.MergeDone(
     sync=2, fragment=0, payload_id=None, payload=_PAYLOAD, digest=77, norms=(5, 6), refused=('l0',)
@@ -334,14 +340,14 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   json_of_step = _json_of_outer_step(step)
   frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(bytes(size)))
   up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
-  sealed = tuple(control_crc.Seal().close(one) for one in up)
+  sealed = tuple(control_crc.Seal().close(envelope) for envelope in up)
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
   broken, log = (control_crc.WireError,), (wal.WalDamaged, wal.WalUnsupported)
   # outer_log makes these the one error of a record that is not reproduced.
   record = (ValueError, KeyError, TypeError, tape_lib.TapeError)
   agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})
   lines = tuple(_lines())
-  found = (
+  decoders = (
     Target('frame', frames, _decode_frame, broken, _mend_frame),
     Target('sealed', sealed, _decode_sealed, broken, _mend_seal),
     Target('from_learner', up, translate.LEARNER_TO_SYNCER.decode, broken),
@@ -388,4 +394,4 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
       json=True,
     ),
   )
-  return {target.name: target for target in found}
+  return {target.name: target for target in decoders}

@@ -52,13 +52,13 @@ def tmp_path():
     yield pathlib.Path(folder)
 
 
-def refused(address, access):
+def reason_of_refusal(address, access):
   """The error of listening and of dialing, which is the same."""
   with pytest.raises(ValueError) as caught:
     ends.syncer(LIMITS, access, address)
-  one = ends.learner(address, LIMITS, access)
-  reason = one.hears().reason
-  one.transport.shutdown(0.0)
+  learner = ends.learner(address, LIMITS, access)
+  reason = learner.hears().reason
+  learner.transport.shutdown(0.0)
   assert str(caught.value) == reason and '\n' not in reason
   return reason
 
@@ -67,14 +67,14 @@ def refused(address, access):
 @pytest.mark.parametrize('address', OTHERS)
 def test_an_address_of_other_machines_needs_certificates(address, access):
   addresses.check(address, TLS)
-  reason = refused(address, access)
+  reason = reason_of_refusal(address, access)
   for way_out in ('give tls, a folder', 'Unix socket', 'plaintext_loopback'):
     assert way_out in reason
 
 
 @pytest.mark.parametrize('address', LOOPBACK)
 def test_plain_tcp_on_loopback_needs_its_flag_or_certificates(address):
-  assert 'needs certificates' in refused(address, LOCAL)
+  assert 'needs certificates' in reason_of_refusal(address, LOCAL)
   addresses.check(address, PLAIN)
   addresses.check(address, TLS)
 
@@ -89,24 +89,28 @@ def test_what_is_no_address_is_refused(address, access):
 # --- Unix sockets ---------------------------------------------------------------------------------
 
 
-def listening(address):
+def listen_at(address):
   return ends.syncer(LIMITS, LOCAL, address).transport
 
 
 def connects(address):
-  one = ends.learner(address, LIMITS, LOCAL)
-  event = one.hears()
-  one.transport.shutdown(0.0)
+  learner = ends.learner(address, LIMITS, LOCAL)
+  event = learner.hears()
+  learner.transport.shutdown(0.0)
   return isinstance(event, events.Connected)
+
+
+def socket_of(workdir):
+  return pathlib.Path(addresses.in_folder(workdir).removeprefix('unix:'))
 
 
 @pytest.mark.parametrize('name', ['plain', 'with space', '100%25', 'gr\u00fcn@[x]#?'])
 def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
   workdir = tmp_path / name
   address = addresses.in_folder(workdir)
-  syncer = listening(address)
+  syncer = listen_at(address)
   assert syncer.address == address == addresses.in_folder(workdir)
-  path = pathlib.Path(address.removeprefix('unix:'))
+  path = socket_of(workdir)
   assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
   assert path.is_relative_to(workdir)
   assert connects(address)
@@ -116,18 +120,18 @@ def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
 
 def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))
-  address = addresses.in_folder(tmp_path / ('x' * 120))
-  assert address == addresses.in_folder(tmp_path / ('x' * 120))
+  workdir = tmp_path / ('x' * 120)
+  address, path = addresses.in_folder(workdir), socket_of(workdir)
+  assert address == addresses.in_folder(workdir)
   assert address != addresses.in_folder(tmp_path / ('y' * 120))
-  path = pathlib.Path(address.removeprefix('unix:'))
   assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
-  syncer = listening(address)
+  syncer = listen_at(address)
   assert connects(address)
   syncer.shutdown(0.0)
   path.parent.chmod(0o777)  # as if another user had made it first
-  other = addresses.in_folder(tmp_path / ('x' * 120))
-  assert other != address
-  pathlib.Path(other.removeprefix('unix:')).parent.rmdir()
+  other = socket_of(workdir)
+  assert other != path
+  other.parent.rmdir()
 
 
 def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
@@ -138,28 +142,27 @@ def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
   for folder in (workdir, link):
     address = addresses.in_folder(folder)
     assert ',' not in address and address == addresses.in_folder(folder)
-    syncer = listening(address)
+    syncer = listen_at(address)
     assert connects(address)
     syncer.shutdown(0.0)
-  monkeypatch.setenv('XDG_RUNTIME_DIR', str(workdir))
-  workdir.mkdir(exist_ok=True)
-  path = pathlib.Path(addresses.in_folder(workdir).removeprefix('unix:'))
-  assert path.parent.is_relative_to(tempfile.gettempdir()) and ',' not in str(path)
-  path.parent.rmdir()
 
 
 def test_a_socket_with_a_comma_in_its_path_is_refused(tmp_path):
   private.make_folder(tmp_path / 'a,b')
   (tmp_path / 'link').symlink_to('a,b')
   for name in ('a,b', 'link'):
-    assert 'a comma' in refused(f'unix:{tmp_path}/{name}/socket', LOCAL)
+    assert 'a comma' in reason_of_refusal(f'unix:{tmp_path}/{name}/socket', LOCAL)
 
 
-def test_a_runtime_folder_that_does_not_exist_is_not_used(tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path / 'of another user'))
-  path = pathlib.Path(addresses.in_folder(tmp_path / ('x' * 120)).removeprefix('unix:'))
+@pytest.mark.parametrize('name, exists', [('of another user', False), ('with,comma', True)])
+def test_a_runtime_folder_that_gRPC_cannot_use_is_not_used(tmp_path, monkeypatch, name, exists):
+  runtime = tmp_path / name
+  if exists:
+    runtime.mkdir()
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(runtime))
+  path = socket_of(tmp_path / ('x' * 120))
   assert path.parent.is_relative_to(tempfile.gettempdir())
-  assert not path.is_relative_to(tmp_path / 'of another user')
+  assert not path.is_relative_to(runtime) and ',' not in str(path)
   path.parent.rmdir()
 
 
@@ -167,28 +170,28 @@ def test_a_runtime_folder_that_does_not_exist_is_not_used(tmp_path, monkeypatch)
 def test_a_socket_in_a_folder_of_others_is_refused(tmp_path, mode):
   (tmp_path / 'open').mkdir()
   (tmp_path / 'open').chmod(mode)
-  assert 'chmod 700' in refused(f'unix:{tmp_path}/open/socket', LOCAL)
+  assert 'chmod 700' in reason_of_refusal(f'unix:{tmp_path}/open/socket', LOCAL)
 
 
 def test_a_relative_or_long_path_is_refused(tmp_path):
-  assert 'must be absolute' in refused('unix:socket', LOCAL)
-  assert 'at most 100 bytes' in refused(f'unix:{tmp_path}/{"x" * 100}', LOCAL)
+  assert 'must be absolute' in reason_of_refusal('unix:socket', LOCAL)
+  assert 'at most 100 bytes' in reason_of_refusal(f'unix:{tmp_path}/{"x" * 100}', LOCAL)
 
 
 def test_a_unix_socket_takes_no_certificates(tmp_path):
   owner = mint.owner(tmp_path / 'certs')
   access = addresses.Access(owner.folder / 'syncer')
-  assert 'leave tls out' in refused(f'unix:{tmp_path}/socket', access)
+  assert 'leave tls out' in reason_of_refusal(f'unix:{tmp_path}/socket', access)
 
 
 def test_the_socket_of_a_killed_syncer_is_replaced_and_that_of_one_that_lives_is_not(tmp_path):
   address = addresses.in_folder(tmp_path)
   with socket.socket(socket.AF_UNIX) as killed:
     killed.bind(address.removeprefix('unix:'))
-  syncer = listening(address)
+  syncer = listen_at(address)
   assert connects(address)
   with pytest.raises(OSError, match='another syncer listens there'):
-    listening(address)
+    listen_at(address)
   syncer.shutdown(0.0)
 
 

@@ -14,7 +14,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from diloco_jax.certs import allowlist, authority, certificates, names, proofs
+from diloco_jax.certs import allowlist, authority, names, proofs
 from diloco_jax.certs import check as check_lib
 from diloco_jax.process import bring
 from diloco_jax.protocol import events, messages
@@ -35,14 +35,19 @@ class World:
     self.owner = mint.owner(folder / 'certs')
     self.other = mint.owner(folder / 'other')  # the same run, another authority
     self.syncer = self.owner.folder / names.SYNCER
-    self._made = 0
+    self._nodes = 0
 
   def of(self, learner: str) -> pathlib.Path:
     return self.owner.folder / learner
 
   def node(self, **changes) -> pathlib.Path:
-    self._made += 1
-    return mint.node(self.owner, self.folder / f'node-{self._made}', **changes)
+    self._nodes += 1
+    return mint.node(self.owner, self.folder / f'node-{self._nodes}', **changes)
+
+  @property
+  def proof(self) -> proofs.Proof:
+    """What the certificate of learner l1 proves."""
+    return check_lib.read(self.of('l1'), names.LEARNER, proofs.utc_now()).proof
 
 
 @pytest.fixture(scope='module')
@@ -85,9 +90,8 @@ def _no_certificate(world):
 
 
 def _self_signed(world):
-  folder = world.node()
-  made = authority.init(world.folder / f'self-{folder.name}', mint.RUN, proofs.utc_now())
-  read = lambda name: (made.folder / name).read_bytes()
+  own = authority.init(world.folder / 'self-signed', mint.RUN, proofs.utc_now())
+  read = lambda name: (own.folder / name).read_bytes()
   return grpc.ssl_channel_credentials(
     (world.of('l0') / check_lib.AUTHORITY).read_bytes(),
     read(authority.AUTHORITY_KEY),
@@ -95,8 +99,8 @@ def _self_signed(world):
   )
 
 
-def _wrong(said, **changes):
-  return (lambda world: _raw(world.node(**changes)), said)
+def _wrong(reason, **changes):
+  return (lambda world: _raw(world.node(**changes)), reason)
 
 
 def _uri(learner, run=mint.RUN, role=names.LEARNER):
@@ -137,16 +141,16 @@ def _marks(client, door, service):
 
 
 @pytest.fixture(scope='module')
-def came(world):
+def shown(world):
   """The credentials of every client."""
   return {client: make(world) for client, (make, _) in CLIENTS.items()}
 
 
 @pytest.fixture(scope='module')
-def served(world, came):
+def doors(world):
   """The syncer behind each door, and the address of one that waits for a model."""
   with contextlib.ExitStack() as stack:
-    found = {}
+    by_door = {}
     for door in DOORS:
       access = addresses.Access(world.syncer) if door == DOORS[0] else ends.PLAIN
       end = ends.syncer(LIMITS, access)
@@ -154,16 +158,15 @@ def served(world, came):
       brought = bring.Brought(keep=lambda model: None, answer=b'')
       waits = grpc_server.Door('127.0.0.1:0', 8, print, brought, access=access)
       stack.callback(waits.close)
-      found[door] = end, end.transport.address, waits.address
-    yield found
+      by_door[door] = end, waits.address
+    yield by_door
 
 
 def _channel(address, client_credentials):
-  local = ('grpc.use_local_subchannel_pool', 1)
   if client_credentials is None:
-    return grpc.insecure_channel(address, (local,))
+    return ends.plain_channel(address)
   name = ('grpc.ssl_target_name_override', names.host(mint.RUN))
-  return grpc.secure_channel(address, client_credentials, (local, name))
+  return grpc.secure_channel(address, client_credentials, (ends.OWN_CONNECTION, name))
 
 
 def _ask(channel, service):
@@ -171,16 +174,12 @@ def _ask(channel, service):
   try:
     match service:
       case 'Control':
-        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
-          iter(()), timeout=ends.DEADLINE_S
-        )
+        call = ends.call(channel, 'Control', timeout=ends.DEADLINE_S)
         if grpc_session.TOKEN not in dict(call.initial_metadata()):
           list(call)
         call.cancel()
       case 'Bulk':
-        list(
-          channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=ends.DEADLINE_S)
-        )
+        list(ends.call(channel, 'Bulk', timeout=ends.DEADLINE_S))
       case 'model':
         bring = channel.stream_unary(f'/{grpc_session.SERVICE}/{grpc_session.BRING}')
         bring(iter([b'no header']), timeout=ends.DEADLINE_S)
@@ -200,13 +199,14 @@ WELCOME = {
 @pytest.mark.parametrize(
   'client, door, service', [pytest.param(*cell, marks=_marks(*cell)) for cell in CELLS]
 )
-def test_matrix(served, came, client, door, service):
+def test_matrix(doors, shown, client, door, service):
   refused = CLIENTS[client][1]
-  end, address, model_address = served[door]
-  with _channel(model_address if service == 'model' else address, came[client]) as channel:
+  end, model_address = doors[door]
+  address = model_address if service == 'model' else end.transport.address
+  with _channel(address, shown[client]) as channel:
     answer = _ask(channel, service)
   if door == DOORS[1]:
-    due = WELCOME[service] if came[client] is None else SHUT
+    due = WELCOME[service] if shown[client] is None else SHUT
   else:
     due = WELCOME[service] if refused is None else refused
   assert (answer is None) if due is None else (answer is not None and due in answer), answer
@@ -229,12 +229,11 @@ def _reason(end):
 def test_a_learner_proves_its_id(world, closing):
   syncer = ends.syncer(LIMITS, addresses.Access(world.syncer))
   closing.callback(syncer.transport.shutdown, 0.0)
-  one = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
-  assert one.hears() == events.Connected(session=1)
+  end = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
+  assert end.hears() == events.Connected(session=1)
   assert syncer.hears() == events.Connected(session=1, learner='l1')
-  one.transport.send(1, samples.join('l1'))
-  heard = syncer.hears().message
-  assert heard.nonce == one.transport.nonce != one.transport._secret
+  end.transport.send(1, samples.join('l1'))
+  assert syncer.message().nonce == end.transport.nonce != end.transport._secret
 
 
 SYNCERS = {
@@ -254,8 +253,7 @@ SYNCERS = {
 def test_a_learner_believes_no_syncer_but_that_of_its_run(world, closing, syncer):
   """An impostor at the port of a dead syncer cannot end a learner with a Refused."""
   folder = SYNCERS[syncer](world)
-  pool = closing.enter_context(futures.ThreadPoolExecutor(4))
-  server = grpc.server(pool)
+  server = grpc.server(closing.enter_context(futures.ThreadPoolExecutor(4)))
   called = []
 
   def control(requests, context):
@@ -275,11 +273,11 @@ def test_a_learner_believes_no_syncer_but_that_of_its_run(world, closing, syncer
     port = server.add_secure_port('127.0.0.1:0', grpc.ssl_server_credentials([pair]))
   server.start()
   closing.callback(lambda: server.stop(None).wait())
-  one = learner(f'127.0.0.1:{port}', addresses.Access(world.of('l0')), closing)
+  end = learner(f'127.0.0.1:{port}', addresses.Access(world.of('l0')), closing)
   if syncer == 'right':
-    assert one.hears() == events.Connected(session=1) and called
+    assert end.hears() == events.Connected(session=1) and called
   else:
-    assert 'nothing was sent' in _reason(one) and not called
+    assert 'nothing was sent' in _reason(end) and not called
 
 
 def test_a_learner_does_not_dial_with_wrong_files(world, closing):
@@ -288,8 +286,8 @@ def test_a_learner_does_not_dial_with_wrong_files(world, closing):
   (folder / check_lib.KEY).chmod(0o644)
   with socket.create_server(('127.0.0.1', 0)) as unused:
     address = f'127.0.0.1:{unused.getsockname()[1]}'
-    one = learner(address, addresses.Access(folder), closing)
-    assert f'chmod 600 {folder / check_lib.KEY}' in _reason(one)
+    end = learner(address, addresses.Access(folder), closing)
+    assert f'chmod 600 {folder / check_lib.KEY}' in _reason(end)
     unused.settimeout(0.0)
     with pytest.raises(BlockingIOError):
       unused.accept()
@@ -302,55 +300,52 @@ def test_a_learner_does_not_dial_with_wrong_files(world, closing):
 def run(tmp_path, closing):
   """A run of its own: its world, its syncer, and a joined learner l0."""
   world = World(tmp_path)
-  said = []
-  syncer = ends.syncer(LIMITS, addresses.Access(world.syncer), said=said.append)
+  lines = []
+  syncer = ends.syncer(LIMITS, addresses.Access(world.syncer), said=lines.append)
   closing.callback(syncer.transport.shutdown, 0.0)
-  syncer.said = said
-  one = learner(syncer.transport.address, addresses.Access(world.of('l0')), closing)
-  assert one.hears() == events.Connected(session=1)
-  assert syncer.hears() == events.Connected(session=1, learner='l0')
-  one.transport.send(1, samples.join())
-  assert isinstance(syncer.hears().message, messages.Join)
-  syncer.transport.admit(1)
-  syncer.transport.send(1, messages.Heartbeat())
-  assert one.hears().message == messages.Heartbeat()
-  return world, syncer, one
+  syncer.lines = lines
+  l0 = learner(syncer.transport.address, addresses.Access(world.of('l0')), closing)
+  assert ends.join(syncer, l0) == 1
+  return world, syncer, l0
 
 
-def _lives(syncer, one, session=1):
-  one.transport.send(session, messages.Heartbeat())
-  assert syncer.hears() == events.Received(session=session, message=messages.Heartbeat())
+def _judge(syncer) -> credentials.SyncerCredentials:
+  return syncer.transport._door._listener.credentials
+
+
+def _lives(syncer, l0):
+  l0.transport.send(1, messages.Heartbeat())
+  assert syncer.hears() == events.Received(session=1, message=messages.Heartbeat())
 
 
 def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run):
-  world, syncer, one = run
+  world, syncer, l0 = run
   assert credentials.WATCH_S < 5 / 2  # between two looks at the allowlist
   world.owner.revoke('l0')
-  for session in (1, 2):  # the open one, and that of the next dial
-    refused = one.hears()
+  for session in (1, 2):  # the open l0, and that of the next dial
+    refused = l0.hears()
     assert refused.session == session and refused.message.code == 'UNPROVED'
     assert 'learner l0 is not on the allowlist' in refused.message.text
-    assert 'learner l0 is not on the allowlist' in _reason(one)
+    assert 'learner l0 is not on the allowlist' in _reason(l0)
     if session == 1:
-      one.transport.dial(2)
-  (line,) = [line for line in syncer.said if line.startswith('refused certificates: 1, ')]
+      l0.transport.dial(2)
+  (line,) = [line for line in syncer.lines if line.startswith('refused certificates: 1, ')]
   assert 'learner l0' in line
   world.owner.issue('l0', proofs.utc_now(), renew=True)
-  syncer.transport._door._listener.credentials.refresh([])
-  one.transport.dial(3)
-  assert one.hears() == events.Connected(session=3)
+  _judge(syncer).refresh([])
+  l0.transport.dial(3)
+  assert l0.hears() == events.Connected(session=3)
 
 
 def _passes(syncer, seconds):
-  """The clock by which a syncer judges goes on, by less than a jump that it does not believe."""
-  date = syncer.transport._door._listener.credentials._date
-  date._wall = lambda: proofs.utc_now() + mint.seconds(seconds)
+  """Sets the clock of a syncer forward, by less than a jump that it does not trust."""
+  _judge(syncer)._date._wall = lambda: proofs.utc_now() + mint.seconds(seconds)
 
 
 def test_a_session_ends_with_its_certificate(run, closing, monkeypatch):
-  world, syncer, one = run
+  world, syncer, l0 = run
   folder = world.node(uris=(_uri('l1'),), ends_s=300, listed='l1')
-  syncer.transport._door._listener.credentials.refresh([])
+  _judge(syncer).refresh([])
   two = learner(syncer.transport.address, addresses.Access(folder), closing)
   assert two.hears() == events.Connected(session=1)
   assert syncer.hears() == events.Connected(session=2, learner='l1')
@@ -361,59 +356,58 @@ def test_a_session_ends_with_its_certificate(run, closing, monkeypatch):
   two.transport.dial(2)
   assert 'has ended at' in _reason(two)  # of its own check: nothing was dialed
   assert syncer.hears().session == 2  # Disconnected
-  _lives(syncer, one)
+  _lives(syncer, l0)
 
 
 def test_certificates_are_renewed_while_a_session_goes_on(run, closing):
-  world, syncer, one = run
+  world, syncer, l0 = run
   now = proofs.utc_now()
   world.owner.issue('syncer', now, renew=True)
   world.owner.issue('l0', now, renew=True)
-  syncer.transport._door._listener.credentials.refresh([])
-  _lives(syncer, one)
-  one.transport.close(1, 'done')
-  one.transport.dial(2)
-  assert [one.hears(), one.hears()][1] == events.Connected(session=2)
-  assert any("the syncer's new certificate is in use" in line for line in syncer.said)
+  _judge(syncer).refresh([])
+  _lives(syncer, l0)
+  l0.transport.close(1, 'done')
+  l0.transport.dial(2)
+  assert [l0.hears(), l0.hears()][1] == events.Connected(session=2)
+  assert any("the syncer's new certificate is in use" in line for line in syncer.lines)
 
 
 def test_half_written_files_leave_those_before_in_force(run, closing):
-  world, syncer, one = run
+  world, syncer, l0 = run
   for name in (check_lib.CERTIFICATE, allowlist.FILE):
     (world.syncer / name).write_bytes((world.syncer / name).read_bytes()[:100])
-  syncer.transport._door._listener.credentials.refresh([])
+  _judge(syncer).refresh([])
   two = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
   assert two.hears() == events.Connected(session=1)
   assert syncer.hears().learner == 'l1'
-  _lives(syncer, one)
-  said = ' '.join(syncer.said)
-  assert 'the allowlist before stays in force' in said
-  assert "the syncer's certificate before stays in force" in said
+  _lives(syncer, l0)
+  lines = ' '.join(syncer.lines)
+  assert 'the allowlist before stays in force' in lines
+  assert "the syncer's certificate before stays in force" in lines
 
 
 def test_the_token_of_a_session_serves_its_own_certificate_only(run):
   """Neither another learner nor another certificate of the same one opens Bulk with it."""
-  world, syncer, one = run
+  world, syncer, l0 = run
   again = world.node(listed='l0')
-  syncer.transport._door._listener.credentials.refresh([])
+  _judge(syncer).refresh([])
   address = syncer.transport.address
   with _channel(address, _raw(world.of('l0'))) as first:
-    control = first.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
-    token = (grpc_session.TOKEN, dict(control.initial_metadata())[grpc_session.TOKEN])
+    control = ends.call(first, 'Control')
+    token = ends.token_of(control)
     for folder in (world.of('l1'), again):
       with _channel(address, _raw(folder)) as other:
-        bulk = other.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
         with pytest.raises(grpc.RpcError) as error:
-          list(bulk)
+          list(ends.call(other, 'Bulk', token=token))
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    bulk = first.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
-    assert dict(bulk.initial_metadata())[grpc_session.TOKEN] == token[1]
+    bulk = ends.call(first, 'Bulk', token=token)
+    assert ends.token_of(bulk) == token
     assert syncer.hears() == events.Connected(session=2, learner='l0')
 
 
 def test_a_learner_has_one_session_at_most_that_is_not_joined(run, closing):
   """Else one certificate could hold all threads of the syncer."""
-  world, syncer, one = run
+  world, syncer, l0 = run
   access = addresses.Access(world.of('l1'))
   first = learner(syncer.transport.address, access, closing)
   assert first.hears() == events.Connected(session=1)
@@ -424,14 +418,18 @@ def test_a_learner_has_one_session_at_most_that_is_not_joined(run, closing):
 
 
 class Clocks:
-  """A wall clock that can be set, and a monotonic one; every pass is seen by the syncer's watch."""
+  """A wall clock that can be set, and a monotonic one; the syncer looks at both at every change."""
 
   def __init__(self, world):
-    self.said, self._passed_s, self._set = [], 0.0, mint.seconds(0)
+    self.lines = []
+    self._passed_s, self._set = 0.0, mint.seconds(0)
     self._began = proofs.utc_now()
     self.judge = credentials.SyncerCredentials(
-      world.syncer, self.said.append, self.wall, lambda: self._passed_s
+      world.syncer, self.lines.append, self.wall, lambda: self._passed_s
     )
+
+  def count(self, text):
+    return sum(text in line for line in self.lines)
 
   def wall(self):
     return self._began + mint.seconds(self._passed_s) + self._set
@@ -451,43 +449,41 @@ class Clocks:
 
 def test_a_clock_set_back_revives_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = world.proof
   clocks.judge.require(proof)
   clocks.passes((proof.not_after - clocks.wall()).total_seconds())
   clocks.set_to(proof.not_before)
   with pytest.raises(proofs.Unproved, match='has ended'):
     clocks.judge.require(proof)
   clocks.passes(1000)
-  assert len([line for line in clocks.said if 'restart the syncer' in line]) == 1
+  assert clocks.count('restart the syncer') == 1
 
 
-def test_a_clock_that_wavers_ten_minutes_behind_is_told_of_once(world):
+def test_a_clock_that_wavers_ten_minutes_behind_makes_one_line(world):
   clocks = Clocks(world)
   clocks.shift(-601)
   for _ in range(5):
     for seconds in (2, -2):
       clocks.passes(10)
       clocks.shift(seconds)
-  assert len([line for line in clocks.said if 'restart the syncer' in line]) == 1
+  assert clocks.count('restart the syncer') == 1
 
 
 def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = world.proof
   for _ in range(3):
-    clocks.shift(40 * 86400)
-    clocks.passes(240)
-    clocks.judge.require(proof)
-    clocks.shift(-40 * 86400)
-    clocks.passes(240)
-    clocks.judge.require(proof)
-  assert len(clocks.said) == 3 and all('has jumped ahead to' in line for line in clocks.said)
+    for days in (40, -40):
+      clocks.shift(days * 86400)
+      clocks.passes(240)
+      clocks.judge.require(proof)
+  assert len(clocks.lines) == clocks.count('has jumped ahead to') == 3
 
 
-def test_a_clock_that_stays_ahead_is_believed_after_minutes(world):
+def test_a_clock_that_stays_ahead_is_trusted_after_minutes(world):
   """The machine slept, and the monotonic clock with it."""
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = world.proof
   clocks.shift(40 * 86400)
   clocks.passes(290)
   clocks.judge.require(proof)
@@ -498,9 +494,9 @@ def test_a_clock_that_stays_ahead_is_believed_after_minutes(world):
 
 def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch):
   """What was in the way, such as their owner, may go away without a trace in the files."""
-  world, read, said = World(tmp_path), allowlist.read, []
-  judge = credentials.SyncerCredentials(world.syncer, said.append)
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  world, lines = World(tmp_path), []
+  judge = credentials.SyncerCredentials(world.syncer, lines.append)
+  proof = world.proof
 
   def refuse(folder):
     raise ValueError('permission denied')
@@ -510,8 +506,8 @@ def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch)
   judge.refresh([])
   judge.refresh([])
   judge.require(proof)
-  assert said == ['the allowlist before stays in force: permission denied']
-  monkeypatch.setattr(allowlist, 'read', read)
+  assert lines == ['the allowlist before stays in force: permission denied']
+  monkeypatch.undo()
   judge.refresh([])
   with pytest.raises(proofs.Unproved, match='learner l1 is not on the allowlist'):
     judge.require(proof)
@@ -521,12 +517,12 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
   world, read = World(tmp_path), allowlist.read
 
   def read_just_before(folder):
-    found = read(folder)
+    listed = read(folder)
     monkeypatch.undo()
     world.owner.revoke('l1')
-    return found
+    return listed
 
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = world.proof
   monkeypatch.setattr(allowlist, 'read', read_just_before)
   judge = credentials.SyncerCredentials(world.syncer, print)
   judge.refresh([])
@@ -536,18 +532,17 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
 
 def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
   clocks = Clocks(world)
-  judge, said = clocks.judge, clocks.said
-  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
+  judge = clocks.judge
+  proof = world.proof
   judge.refresh([proof])
-  assert not said
+  assert not clocks.lines
   clocks.passes((proof.not_after - clocks.wall()).total_seconds() - 6 * 86400)
   for _ in range(3):
     judge.refresh([proof])
-  assert len([line for line in said if 'learner/l1 ends at' in line]) == 1
-  said.clear()
+  assert clocks.count('learner/l1 ends at') == 1
   clocks.passes(86401)
   judge.refresh([proof])
-  assert len([line for line in said if 'learner/l1 ends at' in line]) == 1
+  assert clocks.count('learner/l1 ends at') == 2
 
 
 # --- Resumed TLS sessions -------------------------------------------------------------------------
@@ -597,7 +592,7 @@ def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   """TLS takes a ticket after the end of the certificate that it was given for."""
   world, syncer, _ = run
   folder = world.node(uris=(_uri('l1'),), ends_s=300, listed='l1')
-  syncer.transport._door._listener.credentials.refresh([])
+  _judge(syncer).refresh([])
   context = ssl.create_default_context(cadata=(folder / check_lib.AUTHORITY).read_text())
   context.load_cert_chain(folder / check_lib.CERTIFICATE, folder / check_lib.KEY)
   context.set_alpn_protocols(['h2'])
@@ -606,7 +601,7 @@ def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   assert not reused and grpc_session.TOKEN.encode() in answer
   if how == 'revoked':
     world.owner.revoke('l1')
-    syncer.transport._door._listener.credentials.refresh([])
+    _judge(syncer).refresh([])
   else:
     _passes(syncer, 301)
   reused, answer, _ = _call_over_tls(context, syncer.transport.address, ticket)

@@ -8,6 +8,7 @@ import pytest
 
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.transport import payloads as payloads_lib
+from tests.transport import samples
 
 CHUNK = chunks.CHUNK_BYTES
 
@@ -44,7 +45,9 @@ def frame(data=b'abc', **changes):
   return header + struct.pack('<I', zlib.crc32(header)) + data
 
 
-def refused(frames, receiver):
+def clause_of_error(frames, **limits):
+  """The clause of the error that one of these frames raises."""
+  receiver = assembler(**limits)
   with pytest.raises(control_crc.WireError) as caught:
     for each in frames:
       receiver.add(each)
@@ -71,17 +74,12 @@ def test_a_payload_arrives_whole(size, chunk):
     assert np.frombuffer(last.data, np.uint8).ctypes.data % payloads_lib.ALIGNMENT == 0
 
 
-def test_frames_are_made_on_demand():
-  payload = bytearray(2 * CHUNK)
-  frames = chunks.split(payload)
+def test_frames_of_any_contiguous_buffer_are_made_on_demand():
+  words = np.zeros(CHUNK // 2, np.float32)
+  frames = chunks.split(memoryview(words))
   next(frames)
-  payload[CHUNK] = 9  # forbidden to callers; shows that the second chunk does not exist yet
-  assert next(frames)[chunks.HEADER_BYTES] == 9
-
-
-def test_a_payload_may_be_any_contiguous_buffer():
-  words = memoryview(struct.pack('<3f', 1.0, 2.0, 3.0)).cast('f')
-  assert assembler().add(next(chunks.split(words))).data == words.cast('B')
+  words[CHUNK // 4] = 9  # forbidden to callers; shows that the second chunk does not exist yet
+  assert next(frames)[chunks.HEADER_BYTES :] == words.tobytes()[CHUNK:]
 
 
 def test_transfers_are_counted():
@@ -100,17 +98,12 @@ def test_frames_of_a_kept_payload_have_the_checksum_that_announces_it(size, chun
   expected = list(chunks.split(data, chunk))
   monkeypatch.setattr(chunks.isal_zlib, 'crc32', only_headers(chunks.isal_zlib.crc32))
   assert list(chunks.split(store.get(payload_id), chunk)) == expected
-  assert announced.crc32 == zlib.crc32(data)
+  assert announced == samples.payload(data)
 
 
 def only_headers(crc32):
-  """A checksum that refuses to read a payload again."""
-
-  def of_header(data, before=None):
-    assert before is None
-    return crc32(data)
-
-  return of_header
+  """A checksum that cannot read a payload again, which has a checksum before its chunk."""
+  return lambda data: crc32(data)
 
 
 def test_nothing_is_remembered_of_a_dropped_payload():
@@ -126,8 +119,8 @@ def test_nothing_is_remembered_of_a_dropped_payload():
 def test_a_frame_for_several_learners_is_made_once():
   payload, shared = memoryview(bytes(5 * CHUNK)), chunks.Shared()
   lanes = [chunks.split(payload, CHUNK, shared) for _ in range(3)]
-  for one, *others in zip(*lanes, strict=True):
-    assert all(one is other for other in others)
+  for frames in zip(*lanes, strict=True):
+    assert len(set(map(id, frames))) == 1
   alike = list(chunks.split(memoryview(bytes(payload)), CHUNK, shared))
   large = list(chunks.split(payload, chunks.LARGE_CHUNK_BYTES, shared))
   assert alike == list(chunks.split(payload)) and large == list(chunks.split(payload, 1 << 20))
@@ -138,8 +131,8 @@ def test_frames_are_kept_up_to_a_number_of_bytes(monkeypatch):
   shared, all_payloads = chunks.Shared(), [memoryview(bytes(CHUNK)) for _ in range(5)]
   for payload in all_payloads:
     list(chunks.split(payload, CHUNK, shared))
-  held = sum(len(frame) for _, frame in shared._made.values())
-  assert CHUNK < held == shared._bytes <= 3 * CHUNK
+  kept_bytes = sum(len(frame) for _, frame in shared._frames.values())
+  assert CHUNK < kept_bytes == shared._bytes <= 3 * CHUNK
 
 
 def test_frames_of_a_payload_that_is_gone_are_dropped_and_of_no_other_one():
@@ -149,7 +142,7 @@ def test_frames_of_a_payload_that_is_gone_are_dropped_and_of_no_other_one():
     frames = list(chunks.split(payload, CHUNK, shared))
     assert frames == list(chunks.split(payload, CHUNK))
     assert shared._bytes <= 2 * len(frames[0]), 'of this one and the one before'
-    assert len(shared._made) <= 2
+    assert len(shared._frames) <= 2
 
 
 def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_is_kept(monkeypatch):
@@ -161,16 +154,17 @@ def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_i
 
 
 def test_an_acknowledgement_is_no_chunk():
-  said = chunks.acknowledgement(2**40)
-  assert chunks.acknowledged(said) == 2**40
-  assert refused([said], assembler()) == 'count'
-  assert [chunks.acknowledged(each) for each in (GOLDEN, next(chunks.split(b'')))] == [None] * 2
+  frame = chunks.acknowledgement(2**40)
+  assert chunks.parse_acknowledgement(frame) == 2**40
+  assert clause_of_error([frame]) == 'count'
+  assert [chunks.parse_acknowledgement(each) for each in (GOLDEN, next(chunks.split(b'')))] == [
+    None
+  ] * 2
 
 
 @pytest.mark.parametrize('end', range(len(GOLDEN)))
 def test_truncation_at_every_offset_is_an_error(end):
-  clause = refused([GOLDEN[:end]], assembler())
-  assert clause == ('truncated' if end < chunks.HEADER_BYTES else 'size')
+  assert clause_of_error([GOLDEN[:end]]) == ('truncated' if end < chunks.HEADER_BYTES else 'size')
 
 
 @pytest.mark.parametrize('offset', range(len(GOLDEN)))
@@ -178,7 +172,7 @@ def test_every_flipped_bit_is_an_error(offset):
   for bit in range(8):
     broken = bytearray(GOLDEN)
     broken[offset] ^= 1 << bit
-    refused([bytes(broken)], assembler())
+    clause_of_error([bytes(broken)])
 
 
 @pytest.mark.parametrize(
@@ -196,30 +190,21 @@ def test_every_flipped_bit_is_an_error(offset):
   ],
 )
 def test_one_error_per_clause(clause, changes):
-  assert refused([frame(**changes)], assembler()) == clause
+  assert clause_of_error([frame(**changes)]) == clause
 
 
 def test_a_payload_over_the_limit_is_refused_before_allocation():
   huge = frame(bytes(CHUNK), total=1 << 49, count=(1 << 49) // CHUNK)
-  assert refused([huge], assembler()) == 'too_large'
-  assert refused([frame(b'abc')], assembler(max_payload_bytes=2)) == 'too_large'
+  assert clause_of_error([huge]) == 'too_large'
+  assert clause_of_error([frame(b'abc')], max_payload_bytes=2) == 'too_large'
 
 
-def test_chunks_come_in_order_and_once():
-  first, second, third = chunks.split(bytes(2 * CHUNK + 1))
-  assert refused([second], assembler()) == 'order'
-  assert refused([first, third], assembler()) == 'order'
-  assert refused([first, first], assembler()) == 'duplicate'
-
-
-def test_the_chunks_of_a_transfer_agree_on_their_number():
-  payload = bytes(5 * CHUNK)
-  first, *_ = chunks.split(payload)
-  _, other = chunks.split(payload, chunks.LARGE_CHUNK_BYTES)
-  assert refused([first, other], assembler()) == 'size'
-
-
-def test_chunks_of_different_payloads_do_not_mix():
-  first, _ = chunks.split(bytes(CHUNK + 1))
-  _, other = chunks.split(b'\1' * (CHUNK + 1))
-  assert refused([first, other], assembler()) == 'checksum'
+def test_chunks_come_in_order_and_once_and_are_of_one_payload():
+  first, second, third, *_ = chunks.split(bytes(5 * CHUNK))
+  _, large = chunks.split(bytes(5 * CHUNK), chunks.LARGE_CHUNK_BYTES)
+  _, other, *_ = chunks.split(b'\1' * (5 * CHUNK))
+  assert clause_of_error([second]) == 'order'
+  assert clause_of_error([first, third]) == 'order'
+  assert clause_of_error([first, first]) == 'duplicate'
+  assert clause_of_error([first, large]) == 'size'
+  assert clause_of_error([first, other]) == 'checksum'

@@ -9,14 +9,7 @@ import grpc
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import (
-  chunks,
-  control_crc,
-  grpc_session,
-  link,
-  sync_pb2,
-  translate,
-)
+from diloco_jax.transport import chunks, control_crc, grpc_session, link, sync_pb2, translate
 from tests.transport import ends, samples
 
 MIB = 1 << 20
@@ -48,37 +41,6 @@ def dial():
       return end
 
     yield make
-
-
-def connected(end):
-  event = end.hears()
-  assert isinstance(event, events.Connected), event
-  return event.session
-
-
-def joined(syncer, learner, *asked):
-  """The syncer's number of a new session, which is a member's and has been asked for this."""
-  assert isinstance(learner.hears(), events.Connected)
-  number = connected(syncer)
-  learner.transport.send(1, samples.join())
-  assert isinstance(syncer.message(), messages.Join)
-  syncer.transport.admit(number)
-  for message in asked or (messages.Heartbeat(),):
-    syncer.transport.send(number, message)
-    assert learner.message() == message
-  return number
-
-
-def raw_streams(port, control=(), bulk=None, token=None):
-  """A peer that sends arbitrary bytes; returns its channel and the two calls."""
-  channel = grpc.insecure_channel(f'127.0.0.1:{port}', (('grpc.use_local_subchannel_pool', 1),))
-  first = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(control))
-  if token is None:
-    token = dict(first.initial_metadata())[grpc_session.TOKEN]
-  second = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-    iter(bulk or ()), metadata=((grpc_session.TOKEN, token),)
-  )
-  return channel, first, second
 
 
 def status_of(call):
@@ -126,10 +88,6 @@ def test_a_port_in_use_is_one_clear_line(syncer):
 # --- Hostile peers --------------------------------------------------------------------------------
 
 
-def frame_of(data):
-  return next(chunks.split(data))
-
-
 HEARTBEAT = sync_pb2.ControlRequest(heartbeat=sync_pb2.Heartbeat())
 NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
 
@@ -138,7 +96,8 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
   'control, bulk, clause',
   [
     ((), (b'garbage' * 10,), 'magic'),
-    ((), (frame_of(b'abc'),), 'not asked for'),
+    ((), chunks.split(b'abc'), 'not asked for'),
+    ((), (chunks.acknowledgement(0),), 'acknowledges 0 bytes'),
     ((control_crc.Seal().close(HEARTBEAT.SerializeToString()),), (), 'Heartbeat before Join'),
     ((control_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
     ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
@@ -146,52 +105,41 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
 )
 def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
   good = dial(syncer.port)
-  number = joined(syncer, good)
-  channel, first, second = raw_streams(syncer.port, control, bulk)
-  with channel:
+  number = ends.join(syncer, good)
+  with ends.plain_channel(syncer.transport.address) as channel:
+    first = ends.call(channel, 'Control', control)
+    second = ends.call(channel, 'Bulk', bulk, ends.token_of(first))
     code, details = status_of(first)
     assert code is grpc.StatusCode.ABORTED and clause in details
-    bad = syncer.hears()
-    assert isinstance(bad, events.Connected)
+    assert clause in status_of(second)[1]
+    assert isinstance(syncer.hears(), events.Connected)
     assert clause in syncer.hears().reason
   good.transport.send(1, messages.Heartbeat())
   assert syncer.hears() == events.Received(session=number, message=messages.Heartbeat())
 
 
-def test_an_unknown_session_token_is_refused(syncer, dial):
-  channel, first, second = raw_streams(syncer.port, token='0' * 32)
-  with channel:
-    code, details = status_of(second)
-  assert code is grpc.StatusCode.FAILED_PRECONDITION and 'unknown session token' in details
-  dial(syncer.port)
-  event = syncer.hears()
-  assert isinstance(event, events.Connected) and event.session == 2  # session 1 never opened
-
-
 def test_a_session_token_serves_once(syncer):
-  channel, first, second = raw_streams(syncer.port)
-  with channel:
-    connected(syncer)
-    token = dict(first.initial_metadata())[grpc_session.TOKEN]
-    third = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-      iter(()), metadata=((grpc_session.TOKEN, token),)
-    )
-    assert status_of(third)[0] is grpc.StatusCode.FAILED_PRECONDITION
+  with ends.plain_channel(syncer.transport.address) as channel:
+    control = ends.call(channel, 'Control')
+    token = ends.token_of(control)
+    bulk = ends.call(channel, 'Bulk', token=token)
+    assert isinstance(syncer.hears(), events.Connected) and bulk.is_active()
+    code, details = status_of(ends.call(channel, 'Bulk', token=token))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION and 'unknown session token' in details
 
 
 def test_control_without_bulk_is_closed():
   syncer = ends.syncer(dataclasses.replace(LIMITS, handshake_s=0.2))
-  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
-    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
-    code, details = status_of(control)
+  with ends.plain_channel(syncer.transport.address) as channel:
+    code, details = status_of(ends.call(channel, 'Control'))
   syncer.transport.shutdown(0.0)
   assert code is grpc.StatusCode.ABORTED and 'no Bulk stream within 0.2 s' in details
   assert syncer.inbox.empty()
 
 
-def test_a_learner_believes_no_size_that_the_layout_does_not_have(syncer, dial):
+def test_a_learner_refuses_a_size_that_the_layout_does_not_have(syncer, dial):
   learner = dial(syncer.port, dataclasses.replace(LIMITS, publish_bytes=(2, 4)))
-  number = joined(syncer, learner)
+  number = ends.join(syncer, learner)
   publish = samples.publish(samples.payload(b'abc'), base_version=None)
   syncer.transport.send(number, publish, b'abc')
   assert 'announces 3 bytes, the layout allows 2' in learner.hears().reason
@@ -213,7 +161,7 @@ def test_a_message_that_cannot_be_sent_ends_the_session_with_the_reason(
   syncer, dial, message, data, reason
 ):
   learner = dial(syncer.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
-  connected(learner)
+  assert isinstance(learner.hears(), events.Connected)
   learner.transport.send(1, message, data)
   assert reason in learner.hears().reason
 

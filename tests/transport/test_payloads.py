@@ -2,13 +2,11 @@
 
 import concurrent.futures
 import types
-import zlib
 
 import numpy as np
 import pytest
 
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.protocol import messages
 from diloco_jax.transport import payloads as payloads_lib
 
 
@@ -39,13 +37,6 @@ def test_threads_get_different_payload_ids():
   assert all(store.get(payload_id) == bytes([k]) for k, payload_id in enumerate(payload_ids))
 
 
-def test_bytes_to_send_are_kept_and_announced():
-  store = payloads_lib.PayloadStore()
-  payload_id, payload = payloads_lib.keep(store, memoryview(b'abc'))
-  assert bytes(store.get(payload_id)) == b'abc'
-  assert payload == messages.Payload(size_bytes=3, crc32=zlib.crc32(b'abc'))
-
-
 MIB = 1 << 20
 
 
@@ -56,21 +47,21 @@ def _address(array: np.ndarray) -> int:
 def test_memory_is_used_again_after_its_last_array_only():
   memory = payloads_lib.Memory()
   first = memory.take(4 * MIB)
-  place = _address(first)
+  address = _address(first)
   view = memoryview(first[MIB:])
   del first
   second = memory.take(4 * MIB)
-  assert _address(second) != place
+  assert _address(second) != address
   view.release()
-  assert _address(memory.take(3 * MIB)) == place  # a smaller one, too
+  assert _address(memory.take(3 * MIB)) == address  # a smaller one, too
   assert memory.take(3 * MIB).shape == (3 * MIB,)
-  assert _address(memory.take(MIB)) not in (place, _address(second))  # would waste three MiB
+  assert _address(memory.take(MIB)) not in (address, _address(second))  # would waste three MiB
 
 
-def test_memory_is_held_for_no_more_than_was_in_use_at_once():
+def test_memory_is_kept_for_no_more_than_was_in_use_at_once():
   memory = payloads_lib.Memory()
-  taken = [memory.take(2 * MIB) for _ in range(3)]
-  taken.clear()
+  arrays = [memory.take(2 * MIB) for _ in range(3)]
+  arrays.clear()
   large = memory.take(6 * MIB)
   assert memory.unused_bytes == 0
   del large
@@ -78,7 +69,7 @@ def test_memory_is_held_for_no_more_than_was_in_use_at_once():
   assert memory.unused_bytes == 0
 
 
-def test_memory_that_nothing_uses_is_given_back():
+def test_memory_that_nothing_uses_is_freed():
   """A joiner needs several times the memory of what follows."""
   memory = payloads_lib.Memory()
   whole = [memory.take(8 * MIB), memory.take(64 * MIB)]
@@ -136,7 +127,7 @@ def test_a_process_that_somebody_else_starts_keeps_freed_memory_as_one_of_diloco
   assert _mallopt(dict(spec_lib.ENVIRONMENT), monkeypatch) == {}
 
 
-def test_what_the_environment_says_of_malloc_stays(monkeypatch):
-  mine = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1'}
-  assert _mallopt(mine, monkeypatch).keys() == {TOP_PAD, MMAP_THRESHOLD}
+def test_what_the_environment_sets_of_malloc_stays(monkeypatch):
+  tunables = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1'}
+  assert _mallopt(tunables, monkeypatch).keys() == {TOP_PAD, MMAP_THRESHOLD}
   assert _mallopt({'MALLOC_TOP_PAD_': '1'}, monkeypatch).keys() == {TRIM_THRESHOLD, MMAP_THRESHOLD}

@@ -10,22 +10,25 @@ LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80))
 
 
 def member():
-  of_learner = peer_limits.OfLearner(LIMITS)
-  of_learner.received(samples.join()), of_learner.sent(messages.Offer(run='r0', incarnation=1))
-  of_learner.received(samples.CONFIRM), of_learner.sent(samples.JOINED)
-  return of_learner
+  learner = peer_limits.LearnerRules(LIMITS)
+  (
+    learner.on_received(samples.join()),
+    learner.on_sent(messages.Offer(run='r0', incarnation=1)),
+  )
+  learner.on_received(samples.CONFIRM), learner.on_sent(samples.JOINED)
+  return learner
 
 
 def pull(sync, fragment=0):
   return messages.Pull(sync=sync, fragment=fragment, now=True)
 
 
-def announced(size):
+def payload_of(size):
   return messages.Payload(size_bytes=size, crc32=0)
 
 
 def contribution(sync, fragment=0, size=10):
-  return samples.contribution(announced(size), sync=sync, fragment=fragment)
+  return samples.contribution(payload_of(size), sync=sync, fragment=fragment)
 
 
 def decline(sync, fragment=0):
@@ -49,35 +52,35 @@ def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
 )
 def test_a_session_begins_with_a_join(first):
   with pytest.raises(link.LinkError, match='before Join'):
-    peer_limits.OfLearner(LIMITS).received(first)
+    peer_limits.LearnerRules(LIMITS).on_received(first)
 
 
 @pytest.mark.parametrize('message', [samples.join(), samples.CONFIRM])
 def test_a_member_joins_once(message):
   with pytest.raises(link.LinkError, match=f'a second {type(message).__name__}'):
-    member().received(message)
+    member().on_received(message)
 
 
 @pytest.mark.parametrize('size', [0, 7, 10])
 def test_a_stranger_sends_no_payload(size):
-  stranger = peer_limits.OfLearner(LIMITS)
-  stranger.received(samples.join())
-  stranger.sent(messages.Offer(run='r0', incarnation=1))
+  stranger = peer_limits.LearnerRules(LIMITS)
+  stranger.on_received(samples.join())
+  stranger.on_sent(messages.Offer(run='r0', incarnation=1))
   assert stranger.stage == 1 and not stranger.member
   with pytest.raises(link.LinkError, match='not asked for'):
-    stranger.begins(size)
+    stranger.on_transfer(size)
 
 
 def test_every_pull_allows_one_payload_of_its_fragment():
-  one = member()
-  one.sent(pull(1)), one.sent(pull(1)), one.sent(pull(2, fragment=1))
-  one.begins(20), one.received(contribution(2, fragment=1, size=20))
-  one.received(contribution(1)), one.begins(10)  # in either order
+  learner = member()
+  learner.on_sent(pull(1)), learner.on_sent(pull(1)), learner.on_sent(pull(2, fragment=1))
+  learner.on_transfer(20), learner.on_received(contribution(2, fragment=1, size=20))
+  learner.on_received(contribution(1)), learner.on_transfer(10)  # in either order
   for again in (10, 20):
     with pytest.raises(link.LinkError, match='not asked for'):
-      one.begins(again)
+      learner.on_transfer(again)
   with pytest.raises(link.LinkError, match='has not asked'):
-    one.received(contribution(1))
+    learner.on_received(contribution(1))
 
 
 @pytest.mark.parametrize(
@@ -90,45 +93,45 @@ def test_every_pull_allows_one_payload_of_its_fragment():
   ],
 )
 def test_another_answer_is_refused(answer, why):
-  one = member()
-  one.sent(pull(1))
+  learner = member()
+  learner.on_sent(pull(1))
   with pytest.raises(link.LinkError, match=why):
-    one.received(answer)
+    learner.on_received(answer)
 
 
 def test_a_declined_pull_allows_no_payload():
-  one = member()
-  one.sent(pull(1))
-  one.received(decline(1))
+  learner = member()
+  learner.on_sent(pull(1))
+  learner.on_received(decline(1))
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.begins(10)
-  one.sent(pull(2))
-  one.begins(10)
+    learner.on_transfer(10)
+  learner.on_sent(pull(2))
+  learner.on_transfer(10)
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.received(decline(2))  # although its bytes have begun
+    learner.on_received(decline(2))  # although its bytes have begun
 
 
 def test_what_a_learner_owes_is_bounded():
-  one = member()
+  learner = member()
   for sync in range(peer_limits.MAX_ASKED + 5):
-    one.sent(pull(sync))
+    learner.on_sent(pull(sync))
   with pytest.raises(link.LinkError, match='has not asked'):
-    one.received(contribution(4))
-  one.received(contribution(5))
+    learner.on_received(contribution(4))
+  learner.on_received(contribution(5))
   for _ in range(peer_limits.MAX_ASKED):
-    one.begins(10)
+    learner.on_transfer(10)
   with pytest.raises(link.LinkError, match='not asked for'):
-    one.begins(10)
+    learner.on_transfer(10)
 
 
 def publish(fragment, size):
-  return samples.publish(announced(size), fragment=fragment, base_version=None)
+  return samples.publish(payload_of(size), fragment=fragment, base_version=None)
 
 
-def test_a_learner_believes_the_sizes_of_the_layout():
-  of_syncer = peer_limits.OfSyncer(LIMITS)
+def test_a_learner_accepts_the_sizes_of_the_layout_only():
+  syncer = peer_limits.SyncerRules(LIMITS)
   for message in (publish(0, 40), publish(1, 80), messages.Finish()):
-    of_syncer.received(message)
+    syncer.on_received(message)
   for message in (publish(0, 41), publish(2, 1)):
     with pytest.raises(link.LinkError, match='the layout allows'):
-      of_syncer.received(message)
+      syncer.on_received(message)

@@ -28,12 +28,12 @@ DEADLINE_S = 60
 
 def _transport_processes(syncer: int) -> list[int]:
   """Those of a syncer that live, which has no other children."""
-  found = []
+  pids = []
   for child in psutil.Process(syncer).children():
     with contextlib.suppress(psutil.Error):
       if child.status() != psutil.STATUS_ZOMBIE:
-        found.append(child.pid)
-  return found
+        pids.append(child.pid)
+  return pids
 
 
 @pytest.mark.long
@@ -45,8 +45,8 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
   syncer = start('syncer', *flags, '--listen=127.0.0.1:0', '--transport_processes=2')
   address = f'--syncer=file:{workdir}/syncer/address'
   learners = [start('learner', *flags, address, f'--learner=l{m}') for m in range(2)]
-  for one in learners:
-    one.wait_for('completed step: ')
+  for learner in learners:
+    learner.wait_for('completed step: ')
   for victim in _transport_processes(syncer.process.pid):
     before = _transport_processes(syncer.process.pid)
     os.kill(victim, signal.SIGKILL)
@@ -56,13 +56,13 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
       assert time.monotonic() < end_s, 'no transport process is back'
       time.sleep(0.02)
     syncer.wait_for('Another process starts')
-    for one in learners:
-      one.wait_for('completed step: ')
+    for learner in learners:
+      learner.wait_for('completed step: ')
   programs = *learners, syncer
-  for one in programs:
-    one.process.send_signal(signal.SIGTERM)
+  for program in programs:
+    program.process.send_signal(signal.SIGTERM)
   ends = [program.end() for program in programs]
-  assert ends == [0, 0, 0], [one.lines for one in (syncer, *learners)]
+  assert ends == [0, 0, 0], [program.lines for program in programs]
   verdict = conductor_lib.judge(workdir)
   assert verdict.broken is None and not verdict.unread, verdict.text()
   lives = tape_files.find(workdir)

@@ -20,9 +20,15 @@ SIZE = payloads_lib.SMALL_BYTES
 ACCESS = addresses.Access(plaintext_loopback=True)
 
 
+def _transport(address: str = '127.0.0.1:0', access: addresses.Access = ACCESS):
+  """A transport with one process."""
+  store, limits = payloads_lib.PayloadStore(), test_transports.LIMITS
+  return parent.ProcessesTransport(1, address, print, store, limits, access=access)
+
+
 @pytest.fixture(name='ends')
 def _ends():
-  ends = [channel_lib.Channel(one) for one in multiprocessing.Pipe()]
+  ends = [channel_lib.Channel(pipe) for pipe in multiprocessing.Pipe()]
   yield ends
   for end in ends:
     end.close()
@@ -35,52 +41,52 @@ def _block(fill: int) -> memoryview:
 
 
 def test_objects_and_payloads_arrive_in_order(ends):
-  here, there = ends
+  sender, receiver = ends
   sent = [('one', None), ('two', b'short'), ('three', _block(3)), ('four', bytes([4]) * SIZE)]
   for thing, payload in sent:
-    here.send(thing, payload)
+    sender.send(thing, payload)
   for thing, payload in sent:
-    found, data = there.receive()
-    assert found == thing
+    received, data = receiver.receive()
+    assert received == thing
     assert (data is None) == (payload is None)
     assert data is None or bytes(data) == bytes(payload)
 
 
 def test_a_payload_in_a_block_is_not_copied_and_is_the_same_object_while_in_use(ends):
-  here, there = ends
+  sender, receiver = ends
   payload = _block(1)
   for _ in range(2):
-    here.send('', payload)
-  (_, first), (_, second) = there.receive(), there.receive()
-  assert first is second
+    sender.send('', payload)
+  (_, data), (_, again) = receiver.receive(), receiver.receive()
+  assert data is again
   np.frombuffer(payload, np.uint8)[:] = 7  # no sender does that: it shows that this is one memory
-  assert bytes(first[:1]) == b'\x07'
+  assert bytes(data[:1]) == b'\x07'
 
 
 def test_the_sender_keeps_a_payload_exactly_as_long_as_it_is_in_use(ends):
-  here, there = ends
+  sender, receiver = ends
   payload = _block(1)
-  block = blocks.BLOCKS.of(payload)
-  here.send('', payload)
-  here.send('', payload)
-  _, data = there.receive()
+  block = blocks.BLOCKS.find(payload)
+  sender.send('', payload)
+  sender.send('', payload)
+  _, data = receiver.receive()
   del payload
   part = np.frombuffer(data, np.uint8)[5:]
-  there.receive()
+  receiver.receive()
   del data
-  _synchronize(here, there)
+  _synchronize(sender, receiver)
   assert os.fstat(block.descriptor) and part[0] == 1  # it is in use
   del part
-  _synchronize(here, there)
+  _synchronize(sender, receiver)
   with pytest.raises(OSError):
     os.fstat(block.descriptor)
 
 
-def _synchronize(here: channel_lib.Channel, there: channel_lib.Channel) -> None:
-  """What `there` has no use for any more is known `here`."""
+def _synchronize(sender: channel_lib.Channel, receiver: channel_lib.Channel) -> None:
+  """Waits until the sender knows what the receiver has no use for any more."""
   gc.collect()
-  there.send('done')
-  assert here.receive() == ('done', None)
+  receiver.send('done')
+  assert sender.receive() == ('done', None)
   gc.collect()
 
 
@@ -105,46 +111,39 @@ def test_a_killed_process_ends_its_sessions_and_another_one_answers():
 
 
 def test_a_shutdown_while_a_process_starts_again_ends(monkeypatch):
-  """The new process is not among those that the shutdown has told."""
-  transport = parent.ProcessesTransport(
-    1, '127.0.0.1:0', print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
-  )
-  begin, starts, told = transport._begin, threading.Event(), threading.Event()
+  """The shutdown did not send its call to the new process."""
+  transport = _transport()
+  begin, starts, closing = transport._begin, threading.Event(), threading.Event()
 
   def begin_late(*where):
     starts.set()
-    assert told.wait(test_transports.DEADLINE_S)
+    assert closing.wait(test_transports.DEADLINE_S)
     return begin(*where)
 
   monkeypatch.setattr(transport, '_begin', begin_late)
   os.kill(transport._processes[0]._popen.pid, signal.SIGKILL)
   assert starts.wait(test_transports.DEADLINE_S)
-  ends = threading.Thread(target=transport.shutdown, args=(0.0,), daemon=True)
-  ends.start()
+  shutdown = threading.Thread(target=transport.shutdown, args=(0.0,), daemon=True)
+  shutdown.start()
   assert transport._closing.wait(test_transports.DEADLINE_S)
-  told.set()
-  ends.join(test_transports.DEADLINE_S)
-  assert not ends.is_alive()
+  closing.set()
+  shutdown.join(test_transports.DEADLINE_S)
+  assert not shutdown.is_alive()
 
 
 def test_a_second_syncer_cannot_share_the_port():
-  first = parent.ProcessesTransport(
-    1, '127.0.0.1:0', print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
-  )
+  first = _transport()
   try:
     with pytest.raises(OSError):
       grpc_server.Door(first.address, 1, access=ACCESS)
     with pytest.raises(OSError):
-      parent.ProcessesTransport(
-        1, first.address, print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
-      )
+      _transport(first.address)
   finally:
     first.shutdown(0.0)
 
 
-def test_what_a_process_cannot_do_is_said_where_the_syncer_starts():
-  where = print, payloads_lib.PayloadStore(), test_transports.LIMITS
+def test_an_address_that_no_process_can_serve_is_refused_where_the_syncer_starts():
   with pytest.raises(ValueError, match='need HOST:PORT'):
-    parent.ProcessesTransport(1, 'unix:/nowhere/socket', *where)
+    _transport('unix:/nowhere/socket', addresses.LOCAL)
   with pytest.raises(ValueError, match='needs certificates'):
-    parent.ProcessesTransport(1, '127.0.0.1:0', *where)
+    _transport(access=addresses.LOCAL)

@@ -17,18 +17,8 @@ import grpc
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import (
-  chunks,
-  control_crc,
-  grpc_client,
-  grpc_server,
-  grpc_session,
-  link,
-  translate,
-)
-from diloco_jax.transport import (
-  payloads as payloads_lib,
-)
+from diloco_jax.transport import control_crc, grpc_server, grpc_session, link, translate
+from diloco_jax.transport import payloads as payloads_lib
 from tests.transport import ends, samples
 
 LIMITS = link.Limits(
@@ -41,101 +31,86 @@ LIMITS = link.Limits(
 )
 
 
-@pytest.fixture(name='made')
-def _made():
-  """Makes both ends: made.syncer(limits), made.learner(syncer)."""
+class Rig:
+  """Makes both ends. `lines`: what the syncer has printed."""
 
+  def __init__(self, closing):
+    self._closing = closing
+    self.lines = queue.Queue()
+
+  def syncer(self, **changes):
+    return self._close_later(
+      ends.syncer(dataclasses.replace(LIMITS, **changes), said=self.lines.put)
+    )
+
+  def learner(self, syncer):
+    """A learner that dials session 1."""
+    return self._close_later(ends.learner(syncer.transport.address, LIMITS))
+
+  def _close_later(self, end):
+    self._closing.callback(end.transport.shutdown, 0.0)
+    return end
+
+
+@pytest.fixture
+def rig():
   with contextlib.ExitStack() as closing:
-
-    class Made:
-      said = queue.Queue()
-
-      def syncer(self, limits=LIMITS):
-        return self._closed(ends.syncer(limits, said=self.said.put))
-
-      def learner(self, syncer):
-        """A learner whose session 1 is open."""
-        return self._closed(ends.learner(syncer.transport.address, LIMITS))
-
-      def _closed(self, end):
-        closing.callback(end.transport.shutdown, 0.0)
-        return end
-
-    yield Made()
-
-
-def opened(syncer, learner):
-  """The syncer's number of the learner's session."""
-  assert isinstance(learner.hears(), events.Connected)
-  event = syncer.hears()
-  assert isinstance(event, events.Connected), event
-  return event.session
-
-
-def member(syncer, learner):
-  number = opened(syncer, learner)
-  learner.transport.send(1, samples.join())
-  assert isinstance(syncer.hears().message, messages.Join)
-  syncer.transport.admit(number)
-  syncer.transport.send(number, samples.JOINED)
-  assert learner.hears().message == samples.JOINED
-  return number
+    yield Rig(closing)
 
 
 # --- Places ---------------------------------------------------------------------------------------
 
 
-def test_learners_beyond_the_seats_are_told_so_and_so_is_the_operator(made):
-  syncer = made.syncer()
+def test_a_syncer_without_a_free_seat_prints_it_and_the_learner_gets_the_reason(rig):
+  syncer = rig.syncer()
   for _ in range(LIMITS.max_members):
-    first = made.learner(syncer)
-    member(syncer, first)
+    first = rig.learner(syncer)
+    ends.join(syncer, first)
   for _ in range(3):
-    lost = made.learner(syncer).hears()
-    assert isinstance(lost, events.Disconnected)
-    assert lost.reason.startswith('resource exhausted: 2 learners are connected, as many as')
-  assert 'refused sessions: 1, the last one: 2 learners are connected' in made.said.get(
-    timeout=ends.DEADLINE_S
-  )
-  assert made.said.empty()  # once a minute
+    end = rig.learner(syncer).hears()
+    assert isinstance(end, events.Disconnected)
+    assert end.reason.startswith('resource exhausted: 2 learners are connected, as many as')
+  line = rig.lines.get(timeout=ends.DEADLINE_S)
+  assert 'refused sessions: 1, the last one: 2 learners are connected' in line
+  assert rig.lines.empty()  # once a minute
   first.transport.close(1, 'done')
   assert isinstance(syncer.hears(), events.Disconnected)
-  member(syncer, made.learner(syncer))
+  ends.join(syncer, rig.learner(syncer))
 
 
-def test_an_arrival_displaces_the_stranger_that_has_come_least_far(made):
-  syncer = made.syncer(dataclasses.replace(LIMITS, stay_s=0.0))
+def test_an_arrival_displaces_the_stranger_that_has_come_least_far(rig):
+  syncer = rig.syncer(stay_s=0.0)
   learners = []
   for greets in (True, False, False):
-    learners.append(made.learner(syncer))
-    opened(syncer, learners[-1])
+    learners.append(rig.learner(syncer))
+    ends.open_session(syncer, learners[-1])
     if greets:
       learners[-1].transport.send(1, samples.join())
       syncer.hears()
-  newest = made.learner(syncer)
+  newest = rig.learner(syncer)
   assert 'displaced by a newer session' in learners[1].hears().reason
   assert isinstance(newest.hears(), events.Connected)
-  assert 'displaced sessions: 1, ' in made.said.get(timeout=ends.DEADLINE_S)
+  assert 'displaced sessions: 1, ' in rig.lines.get(timeout=ends.DEADLINE_S)
   assert all(learners[k].inbox.empty() for k in (0, 2))
 
 
-def test_a_stranger_has_some_time_to_join_before_an_arrival_displaces_it(made):
-  syncer = made.syncer()
+def test_a_stranger_has_some_time_to_join_before_an_arrival_displaces_it(rig):
+  syncer = rig.syncer()
   start_s = time.monotonic()
-  strangers = [made.learner(syncer) for _ in range(LIMITS.max_strangers)]
+  strangers = [rig.learner(syncer) for _ in range(LIMITS.max_strangers)]
   for stranger in strangers:
-    opened(syncer, stranger)
-  newest = made.learner(syncer)
+    ends.open_session(syncer, stranger)
+  newest = rig.learner(syncer)
   assert isinstance(newest.hears(), events.Connected)
   assert time.monotonic() - start_s > LIMITS.stay_s
 
 
-def test_members_are_never_displaced(made):
-  syncer = made.syncer()
-  first = made.learner(syncer)
-  number = member(syncer, first)
+def test_members_are_never_displaced(rig):
+  syncer = rig.syncer()
+  first = rig.learner(syncer)
+  number = ends.join(syncer, first)
   for _ in range(LIMITS.max_strangers + 3):
-    assert isinstance(made.learner(syncer).hears(), events.Connected)
+    assert isinstance(rig.learner(syncer).hears(), events.Connected)
   syncer.transport.send(number, messages.Heartbeat())
   assert first.hears().message == messages.Heartbeat()
 
@@ -143,13 +118,13 @@ def test_members_are_never_displaced(made):
 @pytest.mark.parametrize(
   'joins, reason', [(False, 'no Join within 5 s'), (True, 'not admitted as a learner within 15 s')]
 )
-def test_a_session_that_becomes_no_learners_gives_its_seat_back(made, monkeypatch, joins, reason):
+def test_a_session_that_becomes_no_learners_frees_its_seat(rig, monkeypatch, joins, reason):
   timers = []  # they end when the test says so
   later = lambda *timer: timers.append(timer) or threading.Timer(ends.DEADLINE_S, print)
   monkeypatch.setattr(grpc_session, 'start_timer', later)
-  syncer = made.syncer()
-  learner = made.learner(syncer)
-  number = opened(syncer, learner)
+  syncer = rig.syncer()
+  learner = rig.learner(syncer)
+  number = ends.open_session(syncer, learner)
   if joins:
     learner.transport.send(1, samples.join())
     syncer.hears()
@@ -159,9 +134,8 @@ def test_a_session_that_becomes_no_learners_gives_its_seat_back(made, monkeypatc
   expire(reason)
   assert reason in learner.hears().reason
   assert syncer.hears() == events.Disconnected(session=number, reason=reason)
-  assert f"sessions that became no learner's: 1, the last one: {reason}" in made.said.get(
-    timeout=ends.DEADLINE_S
-  )
+  line = rig.lines.get(timeout=ends.DEADLINE_S)
+  assert f"sessions that became no learner's: 1, the last one: {reason}" in line
 
 
 def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():
@@ -189,23 +163,15 @@ def test_too_few_descriptors_for_the_seats_are_one_clear_line():
 
 
 @contextlib.contextmanager
-def hostile(syncer, controls, frames=()):
-  """A peer that opens a session and sends these messages, and these frames of payloads, as fast as
-  the syncer reads them."""
+def hostile(syncer, controls):
+  """A peer that opens a session and sends these messages as fast as the syncer reads them."""
   seal = control_crc.Seal()
   sealed = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
   over = threading.Event()
-  held = iter(over.wait, True)  # sends nothing until the end of the test
-  with grpc.insecure_channel(
-    syncer.transport.address, (('grpc.use_local_subchannel_pool', 1),)
-  ) as channel:
-    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
-      itertools.chain(sealed, held)
-    )
-    token = dict(control.initial_metadata())[grpc_session.TOKEN]
-    bulk = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-      itertools.chain(frames, iter(over.wait, True)), metadata=((grpc_session.TOKEN, token),)
-    )
+  silence = lambda: iter(over.wait, True)  # until the end of the test
+  with ends.plain_channel(syncer.transport.address) as channel:
+    control = ends.call(channel, 'Control', itertools.chain(sealed, silence()))
+    bulk = ends.call(channel, 'Bulk', silence(), ends.token_of(control))
     bulk.initial_metadata()
     event = syncer.hears()
     assert isinstance(event, events.Connected), event
@@ -217,10 +183,10 @@ def progress(clock):
   return messages.Progress(clock=clock, steps=clock, tokens=clock, step_ns=1, finished=False)
 
 
-def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
-  syncer = made.syncer()
-  honest = made.learner(syncer)
-  number = member(syncer, honest)
+def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(rig):
+  syncer = rig.syncer()
+  honest = rig.learner(syncer)
+  number = ends.join(syncer, honest)
   flood = itertools.chain([samples.join('l9')], map(progress, itertools.count()))
   with hostile(syncer, flood) as flooder:
     rate, start_s, count, overtaken = LIMITS.messages_per_s, time.monotonic(), 0, []
@@ -237,19 +203,10 @@ def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
     assert sorted(overtaken)[len(overtaken) // 2] <= 2 * grpc_session.MAX_UNHANDLED, overtaken
 
 
-def test_a_flood_of_acknowledgements_ends_its_session(made):
-  syncer = made.syncer()
-  flood = itertools.repeat(chunks.acknowledgement(0))
-  with hostile(syncer, [samples.join('l9')], flood) as flooder:
-    while not isinstance(event := syncer.hears(), events.Disconnected):
-      assert event.session == flooder
-    assert 'acknowledges 0 bytes' in event.reason
-
-
-def test_closing_the_session_of_a_learner_that_reads_nothing_does_not_wait(made):
+def test_closing_the_session_of_a_learner_that_reads_nothing_does_not_wait(rig):
   """As one whose process is frozen."""
   data = bytes(4 << 20)
-  syncer = made.syncer(dataclasses.replace(LIMITS, publish_bytes=(len(data),)))
+  syncer = rig.syncer(publish_bytes=(len(data),))
   with hostile(syncer, [samples.join()]) as number:
     assert isinstance(syncer.hears().message, messages.Join)
     for _ in range(16):  # more than flow control lets pass
@@ -261,21 +218,22 @@ def test_closing_the_session_of_a_learner_that_reads_nothing_does_not_wait(made)
     assert syncer.transport._find(number) is None
 
 
-def test_a_session_waits_for_the_machine(made):
-  syncer = made.syncer()
+def test_a_session_waits_for_the_machine(rig):
+  syncer = rig.syncer()
   flood = itertools.chain([samples.join('l9')], map(progress, itertools.count()))
   with hostile(syncer, flood):
-    came = [syncer.inbox.get(timeout=ends.DEADLINE_S) for _ in range(grpc_session.MAX_UNHANDLED)]
+    unhandled = grpc_session.MAX_UNHANDLED
+    first, *_ = [syncer.inbox.get(timeout=ends.DEADLINE_S) for _ in range(unhandled)]
     with pytest.raises(queue.Empty):
       syncer.inbox.get(timeout=0.3)
-    syncer.transport.handled(came[0].session)
-    assert syncer.inbox.get(timeout=ends.DEADLINE_S).message == progress(len(came) - 1)
+    syncer.transport.handled(first.session)
+    assert syncer.inbox.get(timeout=ends.DEADLINE_S).message == progress(unhandled - 1)
 
 
-def test_a_learner_of_very_short_steps_reports_less_often(made):
-  syncer = made.syncer()
-  learner = made.learner(syncer)
-  member(syncer, learner)
+def test_a_learner_of_very_short_steps_reports_less_often(rig):
+  syncer = rig.syncer()
+  learner = rig.learner(syncer)
+  ends.join(syncer, learner)
   steps, count, clock = 5_000, 0, 0
   for step in range(steps):
     learner.transport.send(1, progress(step))
@@ -289,12 +247,12 @@ def test_a_learner_of_very_short_steps_reports_less_often(made):
 # --- A crowd --------------------------------------------------------------------------------------
 
 
-def admitting(pipe, limits):
+def serve(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
   door = grpc_server.Door('127.0.0.1:0', limits.seats, lambda line: None, access=ends.PLAIN)
   transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads_lib.PayloadStore(), limits)
-  pipe.send(int(transport.address.rpartition(':')[2]))
+  pipe.send(transport.address)
   while not pipe.poll():
     with contextlib.suppress(queue.Empty):
       match inbox.get(timeout=0.1):
@@ -304,8 +262,6 @@ def admitting(pipe, limits):
           elif isinstance(message, messages.Confirm):
             transport.admit(session)
             transport.send(session, samples.JOINED)
-          elif isinstance(message, messages.Heartbeat):
-            transport.send(session, messages.Heartbeat())
           transport.handled(session)
   transport.shutdown(0.0)
 
@@ -360,19 +316,13 @@ class Crowd:
     while not self._over.is_set():
       ended = threading.Event()
       frames = lambda first: itertools.chain(first, iter(lambda: ended.wait() and None, None))
-      with grpc.insecure_channel(
-        self._address, (('grpc.use_local_subchannel_pool', 1),)
-      ) as channel:
-        control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
-          frames([hello] if greets else [])
-        )
+      with ends.plain_channel(self._address) as channel:
+        control = ends.call(channel, 'Control', frames([hello] if greets else []))
         control.add_done_callback(lambda call, ended=ended: ended.set())
         with contextlib.suppress(grpc.RpcError, KeyError):
-          token = dict(control.initial_metadata())[grpc_session.TOKEN]
+          token = ends.token_of(control)
           if with_bulk:
-            channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-              frames([]), metadata=((grpc_session.TOKEN, token),)
-            )
+            ends.call(channel, 'Bulk', frames([]), token)
         while not ended.wait(0.1) and not self._over.is_set():
           pass
         ended.set()
@@ -390,14 +340,10 @@ def test_a_crowd_keeps_no_learner_out(counts):
   limits = dataclasses.replace(LIMITS, max_members=8, max_strangers=24, stay_s=0.5)
   spawn = multiprocessing.get_context('spawn')
   pipe, theirs = spawn.Pipe()
-  process = spawn.Process(target=admitting, args=(theirs, limits))
+  process = spawn.Process(target=serve, args=(theirs, limits))
   process.start()
-  address = f'127.0.0.1:{pipe.recv()}'
-  learner = ends.End(
-    lambda *ports: grpc_client.GrpcLearnerTransport(
-      lambda: address, *ports, limits, access=ends.PLAIN
-    )
-  )
+  address = pipe.recv()
+  learner = ends.idle_learner(lambda: address, limits)
   sessions = itertools.count(1)
 
   def joins():
@@ -411,10 +357,7 @@ def test_a_crowd_keeps_no_learner_out(counts):
           case events.Connected():
             learner.transport.send(session, samples.join())
           case events.Received(message=messages.Offer()):
-            learner.transport.send(
-              session,
-              samples.CONFIRM,
-            )
+            learner.transport.send(session, samples.CONFIRM)
           case events.Received(message=messages.Joined()):
             took_s = time.monotonic() - start_s
             learner.transport.close(session, 'restarts')
@@ -434,9 +377,7 @@ def test_a_crowd_keeps_no_learner_out(counts):
       assert max(descriptors) <= sockets + 2 * streams + 100, max(descriptors)
       # A session has two threads of the pool and two readers; gRPC has some of its own.
       seats = limits.max_members + limits.max_strangers
-      waiting = 128
-      assert max(threads) <= 4 * seats + waiting + 100, max(threads)
-    print(f'{len(took_s)} joins, the slowest in {max(took_s):.2f} s')
+      assert max(threads) <= 4 * seats + grpc_server._LINE + 100, max(threads)
   finally:
     learner.transport.shutdown(0.0)
     pipe.send('end')

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.tape import codec
 from diloco_jax.transport import control_crc, sync_pb2, translate
+from tests.transport import samples
 
 DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
 CASES = [(direction, cls) for direction in DIRECTIONS for cls in direction.classes]
@@ -78,8 +79,7 @@ def test_round_trip(case):
 
 
 def join(**changes):
-  fields = {'protocol': 1, 'learner': 'l0', 'nonce': 5, 'agreement': '{}', 'host': 'h', 'pid': 1}
-  return messages.Join(**fields | changes)
+  return dataclasses.replace(samples.join(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,7 @@ def envelope(**body):
     (envelope(join=sync_pb2.Join(learner='x' * 64)), 'length'),
     (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held()] * 4097)), 'length'),
     (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held(version=-2)])), 'range'),
-    (
-      envelope(contribution=sync_pb2.Contribution(payload=sync_pb2.Payload(size_bytes=-1))),
-      'range',
-    ),
+    (envelope(contribution=sync_pb2.Contribution(payload={'size_bytes': -1})), 'range'),
     (b'\x12\x03\x12\x01\xff', 'protobuf'),  # learner is no UTF-8
   ],
 )
@@ -141,15 +138,14 @@ def test_text_of_a_peer_arrives_on_one_printable_line():
   message, _ = translate.LEARNER_TO_SYNCER.decode(data)
   assert message.reason == r'done\r\n[syncer] all good\x1b[2J\u202e'
   long = messages.Refused(code='MISMATCH', text='a\n' * 1500, retry_ns=None)
-  told, _ = translate.SYNCER_TO_LEARNER.decode(translate.SYNCER_TO_LEARNER.encode(long))
-  assert told.text.isprintable() and len(told.text) == 2000 and told.text.endswith('...')
+  message, _ = translate.SYNCER_TO_LEARNER.decode(translate.SYNCER_TO_LEARNER.encode(long))
+  text = message.text
+  assert text.isprintable() and len(text) == 2000 and text.endswith('...')
 
 
 def test_the_receiver_sets_how_many_items_it_takes():
   held = (messages.Held(version=0, digest=1),) * 3
-  confirm = messages.Confirm(
-    nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=held, shard=None, cursor=0
-  )
+  confirm = dataclasses.replace(samples.CONFIRM, held=held)
   data = translate.LEARNER_TO_SYNCER.encode(confirm)
   assert translate.LEARNER_TO_SYNCER.decode(data, 3) == (confirm, 0)
   with pytest.raises(control_crc.WireError, match='length 3, at most 2'):

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, in_process, link
+from diloco_jax.transport import in_process, link
 from diloco_jax.transport.processes import parent
 from tests.transport import ends, samples
 
@@ -41,7 +41,7 @@ class InProcessWorld:
     return self.add(ends.End(self.hub.learner_transport))
 
   def cut(self, learner):
-    self.hub.cut(learner.transport)
+    learner.transport.shutdown(0.0)
 
   def add(self, end):
     self.ends.append(end)
@@ -69,11 +69,7 @@ class GrpcWorld(InProcessWorld):
     def address():
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
-    return self.add(
-      ends.End(
-        lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ends.PLAIN)
-      )
-    )
+    return self.add(ends.idle_learner(address, LIMITS))
 
   def cut(self, learner):
     for session in list(learner.transport._sessions.values()):
@@ -114,13 +110,11 @@ def world(request):
 def connect(syncer, learner, session=1):
   """Dials, sends the Join and returns the syncer's number of the session."""
   learner.transport.dial(session)
-  assert learner.hears() == events.Connected(session=session)
-  event = syncer.hears()
-  assert isinstance(event, events.Connected)
+  number = ends.open_session(syncer, learner)
   learner.transport.send(session, samples.join(), None)
   assert isinstance(syncer.message(), messages.Join)
-  syncer.transport.admit(event.session)
-  return event.session
+  syncer.transport.admit(number)
+  return number
 
 
 def pull(syncer, number, learner, *blobs):
@@ -183,9 +177,10 @@ def test_payloads_keep_their_order_among_control_messages(world):
   for k, blob in enumerate(blobs):
     learner.transport.send(1, contribution(blob), blob)
     learner.transport.send(1, adopted(k), None)
-  came = [syncer.message() for _ in range(8)]
-  assert [m.version for m in came if isinstance(m, messages.Adopted)] == [0, 1, 2, 3]
-  assert [m for m in came if isinstance(m, messages.Contribution)] == [*map(contribution, blobs)]
+  received = [syncer.message() for _ in range(8)]
+  assert [m.version for m in received if isinstance(m, messages.Adopted)] == [0, 1, 2, 3]
+  contributions = [m for m in received if isinstance(m, messages.Contribution)]
+  assert contributions == [*map(contribution, blobs)]
 
 
 def test_messages_before_a_close_arrive_before_it(world):
@@ -208,15 +203,14 @@ def test_the_learner_gets_the_reason_of_the_syncers_close(world):
   number = connect(syncer, learner)
   data = os.urandom(3 * MIB)
   syncer.transport.send(number, publish(data), data)
-  syncer.transport.close(number, 'fenced: another process, größer')
-  assert syncer.hears() == events.Disconnected(
-    session=number, reason='fenced: another process, größer'
-  )
+  reason = 'fenced: another process, größer'
+  syncer.transport.close(number, reason)
+  assert syncer.hears() == events.Disconnected(session=number, reason=reason)
   assert received_bytes(learner, publish(data)) == data
-  assert learner.hears() == events.Disconnected(session=1, reason='fenced: another process, größer')
+  assert learner.hears() == events.Disconnected(session=1, reason=reason)
 
 
-def test_both_ends_close_at_once(world):
+def test_both_ends_close_at_once_and_sending_to_a_closed_session_has_no_effect(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   learner.transport.close(1, 'mine')
@@ -225,13 +219,6 @@ def test_both_ends_close_at_once(world):
   assert isinstance(syncer.hears(), events.Disconnected)
   learner.transport.close(1, 'again')
   syncer.transport.close(number, 'again')
-
-
-def test_sending_to_a_closed_session_has_no_effect(world):
-  syncer, learner = world.syncer(), world.learner()
-  number = connect(syncer, learner)
-  learner.transport.close(1, 'bye')
-  learner.hears(), syncer.hears()
   learner.transport.send(1, adopted(1), None)
   syncer.transport.send(number, publish(b'x'), b'x')
   syncer.transport.send(77, messages.Finish(), None)
@@ -289,10 +276,9 @@ def test_two_learners_at_once_do_not_mix(world):
     pull(syncer, number, learner, blob)
     learner.transport.send(1, contribution(blob), blob)
     syncer.transport.send(number, publish(blob), blob)
-  came = {
-    e.session: bytes(syncer.payloads.get(e.payload_id)) for e in (syncer.hears(), syncer.hears())
-  }
-  assert came == dict(zip(numbers, blobs))
+  received = [syncer.hears(), syncer.hears()]
+  payloads = {event.session: bytes(syncer.payloads.get(event.payload_id)) for event in received}
+  assert payloads == dict(zip(numbers, blobs))
   for learner, blob in zip(learners, blobs):
     assert received_bytes(learner, publish(blob)) == blob
 

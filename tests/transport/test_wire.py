@@ -14,38 +14,38 @@ DOC = (pathlib.Path(__file__).parents[2] / 'docs' / 'wire_format.md').read_text(
 ENVELOPES = (b'first', b'2', b'third envelope')
 
 
-def sealed() -> list[bytes]:
+def seal_all() -> list[bytes]:
   seal = control_crc.Seal()
   return [seal.close(envelope) for envelope in ENVELOPES]
 
 
-def opened(stream: list[bytes]) -> list[bytes]:
+def open_all(stream: list[bytes]) -> list[bytes]:
   seal = control_crc.Seal()
   return [seal.open(data) for data in stream]
 
 
 def test_golden_bytes():
-  assert tuple(opened(sealed())) == ENVELOPES
+  assert tuple(open_all(seal_all())) == ENVELOPES
   crc32 = zlib.crc32(b'first').to_bytes(4, 'little')
-  assert sealed()[0] == b'first' + bytes([15 << 3 | 5]) + crc32
+  assert seal_all()[0] == b'first' + bytes([15 << 3 | 5]) + crc32
 
 
 def test_every_flipped_bit_is_detected():
-  stream = sealed()
+  stream = seal_all()
   for which, data in enumerate(stream):
     for bit in range(8 * len(data)):
       flipped = bytearray(data)
       flipped[bit // 8] ^= 1 << bit % 8
       with pytest.raises(control_crc.WireError) as caught:
-        opened([*stream[:which], bytes(flipped), *stream[which + 1 :]])
+        open_all([*stream[:which], bytes(flipped), *stream[which + 1 :]])
       assert caught.value.clause == 'checksum'
 
 
 @pytest.mark.parametrize('order', [(1, 2), (0, 2), (0, 0, 1), (1, 0), (2,)])
 def test_a_missing_repeated_or_moved_message_is_detected(order):
-  stream = sealed()
+  stream = seal_all()
   with pytest.raises(control_crc.WireError):
-    opened([stream[which] for which in order])
+    open_all([stream[which] for which in order])
 
 
 def test_the_table_has_every_message_with_its_direction_and_payload():

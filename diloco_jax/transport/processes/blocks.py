@@ -33,7 +33,7 @@ class Blocks:
   def __init__(self):
     self.freed: list[Callable[[int], None]] = []
     self._numbers = itertools.count(1)
-    self._made: dict[int, Block] = {}  # by address
+    self._blocks: dict[int, Block] = {}  # by address
 
   def make(self, size: int) -> np.ndarray:
     """Memory for `size` bytes, uint8[size], zeros."""
@@ -41,19 +41,19 @@ class Blocks:
     os.ftruncate(descriptor, size)
     memory = map_block(descriptor)
     address = memory.ctypes.data
-    self._made[address] = Block(next(self._numbers), descriptor)
+    self._blocks[address] = Block(next(self._numbers), descriptor)
     weakref.finalize(memory, self._free, address).atexit = False
     return memory
 
-  def of(self, payload: memoryview) -> Block | None:
+  def find(self, payload: memoryview) -> Block | None:
     """The block at whose first byte a payload begins; None: it is in other memory."""
-    return self._made.get(np.frombuffer(payload, np.uint8).ctypes.data)
+    return self._blocks.get(np.frombuffer(payload, np.uint8).ctypes.data)
 
   def _free(self, address: int) -> None:
-    block = self._made.pop(address)
+    block = self._blocks.pop(address)
     os.close(block.descriptor)
-    for tell in self.freed:
-      tell(block.number)
+    for report in self.freed:
+      report(block.number)
 
 
 BLOCKS = Blocks()  # of this process

@@ -24,8 +24,8 @@ OBJECT, UNUSED, FREED = range(3)
 
 
 class _Location(NamedTuple):
-  """Where a payload is: at the start of a block of the sender. `key` tells payloads apart that are
-  in use."""
+  """Where a payload is: at the start of a block of the sender. `key`: unique among the payloads in
+  use."""
 
   key: int
   block: int
@@ -49,7 +49,7 @@ class Channel:
   """One end. `send` never blocks and may be called from any thread, `receive` from one."""
 
   def __init__(self, pipe: connection.Connection):
-    self._pipe, self._blocks = pipe, blocks.BLOCKS
+    self._pipe = pipe
     self._lock = threading.Lock()
     self._queue: queue.SimpleQueue[tuple[tuple, int | None] | None] = queue.SimpleQueue()
     self._known: set[int] = set()  # blocks that the other end has mapped
@@ -57,7 +57,7 @@ class Channel:
     self._lent: dict[int, list] = {}
     self._mapped: dict[int, np.ndarray] = {}  # blocks of the other end
     self._uses: weakref.WeakValueDictionary[int, _Use] = weakref.WeakValueDictionary()
-    self._blocks.freed.append(self._freed)
+    blocks.BLOCKS.freed.append(self._report_freed)
     self._writer = threading.Thread(target=self._write, name='channel', daemon=True)
     self._writer.start()
 
@@ -69,11 +69,11 @@ class Channel:
       data = None if payload is None else bytes(payload)
       self._queue.put(((OBJECT, thing, data, False), None))
       return
-    if (block := self._blocks.of(payload)) is None:
-      copy = self._blocks.make(payload.nbytes)
+    if (block := blocks.BLOCKS.find(payload)) is None:
+      copy = blocks.BLOCKS.make(payload.nbytes)
       copy[:] = np.frombuffer(payload, np.uint8)
       payload = memoryview(copy)
-      block = self._blocks.of(payload)
+      block = blocks.BLOCKS.find(payload)
     location = _Location(id(payload), block.number, payload.nbytes)
     with self._lock:
       new = block.number not in self._known
@@ -89,7 +89,9 @@ class Channel:
       if kind == OBJECT:
         thing, payload, new = rest
         if new:
-          self._map(payload.block)
+          descriptor = reduction.recv_handle(self._pipe)
+          self._mapped[payload.block] = blocks.map_block(descriptor)
+          os.close(descriptor)
         return thing, self._payload(payload)
       if kind == FREED:
         self._mapped.pop(rest[0])
@@ -97,9 +99,9 @@ class Channel:
         self._count(*rest)
 
   def close(self) -> None:
-    """Ends this end, after what was sent before; what the other end uses may change afterwards."""
-    if self._freed in self._blocks.freed:
-      self._blocks.freed.remove(self._freed)
+    """Stops after what was sent before; what the other end uses may change afterwards."""
+    if self._report_freed in blocks.BLOCKS.freed:
+      blocks.BLOCKS.freed.remove(self._report_freed)
     self._queue.put(None)
     self._writer.join()
     with self._lock:
@@ -113,16 +115,11 @@ class Channel:
         if descriptor is not None:
           reduction.send_handle(self._pipe, descriptor, None)
     except OSError:
-      pass  # the reader sees the end of the pipe, and says so
+      pass  # the reader sees the end of the pipe, and raises
 
-  def _freed(self, block: int) -> None:
+  def _report_freed(self, block: int) -> None:
     if block in self._known:
       self._queue.put(((FREED, block), None))
-
-  def _map(self, block: int) -> None:
-    descriptor = reduction.recv_handle(self._pipe)
-    self._mapped[block] = blocks.map_block(descriptor)
-    os.close(descriptor)
 
   def _payload(self, payload: _Location | bytes | None) -> memoryview | None:
     if not isinstance(payload, _Location):

@@ -22,8 +22,8 @@ from diloco_jax.transport.processes import channel as channel_lib
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-  """What a process begins with; its sessions are `first`, `first + every` ...; `index`: of its
-  bytes among the totals."""
+  """The settings of a process: its sessions are `first`, `first + every` ...; `index`: where its
+  bytes are among the totals."""
 
   address: str
   limits: link.Limits
@@ -34,45 +34,43 @@ class Start:
   index: int
 
 
-class Child:
-  """The transport of this process."""
+def _make_transport(
+  channel: channel_lib.Channel, start: Start, totals: memoryview
+) -> grpc_server.GrpcSyncerTransport:
+  store = payloads_lib.PayloadStore()
 
-  def __init__(self, channel: channel_lib.Channel, start: Start, totals: memoryview):
-    self._channel, self._store = channel, payloads_lib.PayloadStore()
-    door = grpc_server.Door(
-      start.address,
-      start.limits.seats,
-      channel.send,  # lines for the operator
-      access=start.access,
-      shared_port=True,
-    )
-    self.transport = grpc_server.GrpcSyncerTransport(
-      door,
-      self._post,
-      self._store,
-      start.limits,
-      about=start.about,
-      numbers=itertools.count(start.first, start.every),
-      traffic=link.Traffic(totals[2 * start.index : 2 * start.index + 2]),
-    )
-
-  def _post(self, event: events.Event) -> None:
+  def post(event: events.Event) -> None:
     payload = None
     if isinstance(event, events.Received) and event.payload_id is not None:
-      payload = self._store.get(event.payload_id)
-      self._store.drop(event.payload_id)
-    self._channel.send(event, payload)
+      payload = store.get(event.payload_id)
+      store.drop(event.payload_id)
+    channel.send(event, payload)
 
-  def run(self) -> None:
-    """Carries out calls, until the syncer's process shuts the transport down or is gone."""
-    while True:
-      (name, *arguments), payload = self._channel.receive()
-      if name == 'send':
-        self.transport.send(*arguments, payload)
-      else:
-        getattr(self.transport, name)(*arguments)
-        if name == 'shutdown':
-          return
+  print_line = channel.send
+  door = grpc_server.Door(
+    start.address, start.limits.seats, print_line, access=start.access, shared_port=True
+  )
+  return grpc_server.GrpcSyncerTransport(
+    door,
+    post,
+    store,
+    start.limits,
+    about=start.about,
+    numbers=itertools.count(start.first, start.every),
+    traffic=link.Traffic(totals[2 * start.index : 2 * start.index + 2]),
+  )
+
+
+def _serve(channel: channel_lib.Channel, transport: grpc_server.GrpcSyncerTransport) -> None:
+  """Carries out calls, until the syncer's process shuts the transport down or is gone."""
+  while True:
+    (name, *arguments), payload = channel.receive()
+    if name == 'send':
+      transport.send(*arguments, payload)
+    else:
+      getattr(transport, name)(*arguments)
+      if name == 'shutdown':
+        return
 
 
 def main() -> None:
@@ -85,12 +83,12 @@ def main() -> None:
   try:
     start, _ = channel.receive()
     try:
-      child = Child(channel, start, totals)
+      transport = _make_transport(channel, start, totals)
     except (ValueError, OSError) as error:
       channel.send(error)
     else:
-      channel.send(child.transport.address)
-      child.run()
+      channel.send(transport.address)
+      _serve(channel, transport)
   except (EOFError, OSError):  # the syncer's process is gone
     os._exit(1)
   channel.close()

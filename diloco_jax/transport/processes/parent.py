@@ -1,8 +1,8 @@
 """The transport of a syncer whose sessions are served by transport processes (child.py).
 
-A process that dies takes its sessions with it: the machine receives their Disconnected, and the
-learners dial again, which any process answers; another process takes over. No outer step is
-lost, since payloads that have arrived are in memory that this process has mapped.
+The sessions of a process that dies end: the machine receives their Disconnected, and the learners
+dial again, which any process answers; another process replaces it. No outer step is lost, since
+payloads that have arrived are in memory that this process has mapped.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ class _Process:
   def __init__(self, start: child.Start, totals: int):
     """Raises OSError or ValueError: it cannot listen there."""
     ours, theirs = socket.socketpair()
-    given = [theirs.fileno(), totals]
+    descriptors = [theirs.fileno(), totals]
     with theirs:
       self._popen = subprocess.Popen(
-        [sys.executable, '-c', _PROGRAM, *map(str, given)],
+        [sys.executable, '-c', _PROGRAM, *map(str, descriptors)],
         env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
-        pass_fds=given,
+        pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
       )
     pipe = connection.Connection(ours.detach())
@@ -100,12 +100,16 @@ class ProcessesTransport:
     about: bytes = b'',
   ):
     addresses.check(address, access)
+    require_port(address)
     _require_free(address)
-    self._count, self._post, self._payloads = count, post, payloads_port
-    self._say, self._start = say, (limits, access, about)
+    self._count = count
+    self._post = post
+    self._payloads = payloads_port
+    self._say = say
+    self._start = limits, access, about
     payloads_lib.MEMORY.make = blocks.BLOCKS.make
     totals = blocks.BLOCKS.make(16 * count)  # here each process counts its bytes
-    self._totals = blocks.BLOCKS.of(totals).descriptor
+    self._totals = blocks.BLOCKS.find(totals).descriptor
     self.traffic = link.Traffic(memoryview(totals).cast('q'))
     self.address = address
     self._closing = threading.Event()
@@ -181,7 +185,7 @@ class ProcessesTransport:
         started_s = time.monotonic()
 
   def _restart(self, index: int, first: int, started_s: float) -> bool:
-    """Starts a process again, not too often; returns whether one serves now, or all is closed."""
+    """Starts a process again, not too often. False: it has not started, and must be tried again."""
     if self._closing.wait(max(0.0, started_s + _AGAIN_S - time.monotonic())):
       return True
     try:
@@ -189,7 +193,7 @@ class ProcessesTransport:
     except (OSError, ValueError) as error:
       self._say(f'no transport process starts: {error}. The others go on; it is tried again')
       return False
-    if self._closing.is_set():  # `shutdown` has not seen this one
+    if self._closing.is_set():  # `shutdown` has not sent its call to this process
       self._processes[index].channel.send(('shutdown', 0.0))
     return True
 
@@ -198,11 +202,11 @@ class ProcessesTransport:
     last = 0
     try:
       while True:
-        thing, payload = process.channel.receive()
-        if isinstance(thing, str):
-          self._say(thing)
-          continue
-        match event := thing:
+        event, payload = process.channel.receive()
+        match event:
+          case str(line):
+            self._say(line)
+            continue
           case events.Connected(session=session):
             last = session
             process.live.add(session)
@@ -225,8 +229,8 @@ def require_port(address: str) -> None:
 
 
 def _require_free(address: str) -> None:
-  """Processes of this user may share a port, so the system would not refuse a second syncer."""
-  require_port(address)
+  """Raises OSError if the port is in use: the processes of a user may share a port, so the kernel
+  does not refuse a second syncer."""
   host, _, port = address.rpartition(':')
   for family, kind, number, _, at in socket.getaddrinfo(
     host.strip('[]'), int(port), type=socket.SOCK_STREAM
