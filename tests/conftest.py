@@ -303,7 +303,7 @@ def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
   door.close()
 
 
-_REAL = ('api', 'commands', 'launch', 'learner', 'nodes', 'runs', 'syncer')  # not invented records
+_REAL = ('api', 'commands', 'launch', 'learner', 'process', 'runs', 'syncer')  # not invented records
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 GIB = 1 << 30
 HBM = {'v5e': 16 * GIB, 'v6e': 32 * GIB, 'v5p': 95 * GIB}
 _TOPOLOGY = re.compile(r'(?:v5e|v6e):\d+x\d+|v5p:\d+x\d+x\d+')
-_COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+_COLLECTIVE = r'(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\('
 _UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': GIB, 'T': 1 << 40}
 _USED = re.compile(r'RESOURCE_EXHAUSTED.*?(?:HLO temporaries \(|Used )([\d.]+)([KMGT])', re.DOTALL)
 _REMEDIES = {
@@ -36,8 +36,8 @@ class Function(NamedTuple):
   """A compiled function.
 
   Attributes:
-    arguments, outputs, temporaries, code: memory; of the outputs that of donated arguments does not
-      count. `temporaries` is all that it needs, if the compiler has refused it.
+    arguments, outputs, temporaries, code: memory; `outputs` without the donated arguments.
+      `temporaries` is all that it needs, if the compiler has refused it.
     collectives: how many of each kind.
     flops: as the compiler counts them: the body of a scan once, no Pallas kernel.
   """
@@ -59,8 +59,8 @@ class DoesNotFit(Exception):
 def prepare() -> None:
   """Sets what libtpu reads, before jax is loaded. Raises ValueError without libtpu."""
   if importlib.util.find_spec('libtpu') is None:
-    needed = importlib.metadata.requires('jax') or ()
-    pins = [one.partition(';')[0].strip() for one in needed if one.startswith('libtpu')]
+    packages = importlib.metadata.requires('jax') or ()
+    pins = [text.partition(';')[0].strip() for text in packages if text.startswith('libtpu')]
     raise ValueError(
       f'the TPU compiler is not installed: {sys.executable} -m pip install '
       f'"{pins[0] if pins else "libtpu"}" (200 MB; the extra [aot])'
@@ -163,10 +163,10 @@ class CompiledLearner:
 
   def functions(self) -> Iterator[Function]:
     """Compiles the step, and for the largest fragment encode, adopt and apply."""
-    yield _compiled('step', lambda: self._step.lower(*self._arguments))
+    yield _compile('step', lambda: self._step.lower(*self._arguments))
     for name in ('encode', 'adopt', 'apply'):
       lower = getattr(self._exchange, f'lower_{name}')
-      yield _compiled(name, lambda: lower(self.kind))
+      yield _compile(name, lambda: lower(self.kind))
 
 
 def _bytes(tree: Any) -> int:
@@ -177,31 +177,28 @@ def _bytes(tree: Any) -> int:
   return sum(map(part, jax.tree.leaves(tree)))
 
 
-def _compiled(name: str, lower: Any) -> Function:
+def _compile(name: str, lower: Any) -> Function:
   import jax
 
   begun_s = time.process_time()
   try:
-    made = lower().compile()
+    compiled = lower().compile()
   except jax.errors.JaxRuntimeError as error:
     used = _USED.search(str(error))
     if used is None:
       raise
     needed = int(float(used[1]) * _UNITS[used[2]])
     return Function(name, 0, 0, needed, 0, {}, 0.0, time.process_time() - begun_s)
-  sizes, text = made.memory_analysis(), made.as_text()
-  count = {
-    collective: text.count(f'{collective}(') + text.count(f'{collective}-start(')
-    for collective in _COLLECTIVES
-  }
+  sizes = compiled.memory_analysis()
+  counts = collections.Counter(re.findall(_COLLECTIVE, compiled.as_text()))
   return Function(
     name,
     sizes.argument_size_in_bytes,
     sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     sizes.generated_code_size_in_bytes,
-    {one: number for one, number in count.items() if number},
-    made.cost_analysis().get('flops', 0.0),
+    dict(counts),
+    compiled.cost_analysis().get('flops', 0.0),
     time.process_time() - begun_s,
   )
 
@@ -222,10 +219,9 @@ def verdict(hbm: int, arrays: Mapping[str, int], functions: list[Function]) -> s
   Raises:
     DoesNotFit: it is more than that.
   """
-  code = sum(function.code for function in functions)
   fullest = max(functions, key=lambda function: peak(arrays, function), default=None)
-  most = sum(arrays.values()) if fullest is None else peak(arrays, fullest)
-  most += code
+  most = sum(function.code for function in functions)
+  most += peak(arrays, fullest) if fullest else sum(arrays.values())
   during = f' while {fullest.name} runs' if fullest else ''
   if most <= hbm:
     return f'fits: at most {most / GIB:.2f} of {hbm / GIB:.0f} GiB{during}, {most / hbm:.0%}'

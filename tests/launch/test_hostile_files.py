@@ -24,7 +24,7 @@ from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.verification.replay import tape_files
-from tests.launch import test_restore as restores
+from tests.process import test_restore as restores
 from tests.syncer import test_durability as durability
 
 config = restores._config

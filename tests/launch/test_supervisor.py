@@ -532,4 +532,4 @@ def test_verdict(states, progress, code):
   statuses = {name: supervisor_lib.Status(state=state) for name, state in states.items()}
   syncer = statuses.pop('syncer')
   learners = list(statuses.values())
-  assert supervisor_lib._verdict(syncer, learners, False, progress)['code'] == code
+  assert supervisor_lib._verdict(syncer, learners, False, progress)[0] == code

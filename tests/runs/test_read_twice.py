@@ -367,14 +367,15 @@ class Bench:
 
   Attributes:
     site: that place; whole, other: the runs.
-    right: what each reader says of the run; older: and of the states before the newest.
+    whole_values, older_values: what each reader says of the run, and of the states before the
+      newest.
   """
 
   site: pathlib.Path
   whole: pathlib.Path
   other: pathlib.Path
-  right: dict[str, Any] = dataclasses.field(default_factory=dict)
-  older: dict[str, list] = dataclasses.field(default_factory=dict)
+  whole_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+  older_values: dict[str, list] = dataclasses.field(default_factory=dict)
 
   def fresh(self) -> None:
     _WHEN_OPENED.clear()
@@ -398,14 +399,20 @@ class Bench:
     lines = [*said, *(str(one.message) for one in warned), printed.out, printed.err, error]
     return value, error, '\n'.join(lines)
 
-  def known(self, reader: str, capfd) -> list:
-    """The right value, then those of the older states."""
-    if reader not in self.right:
+  def value_of_whole(self, reader: str, capfd) -> Any:
+    """What it reads of the run as it is."""
+    if reader not in self.whole_values:
       self.fresh()
       value, error, _ = self.read(reader, capfd)
       assert value is not None and not error, (reader, error)
-      self.right[reader] = value
-      self.older[reader] = _all_moments(self.site) if reader in ('join', 'learner') else []
+      self.whole_values[reader] = value
+    return self.whole_values[reader]
+
+  def values_of_older(self, reader: str, capfd) -> list:
+    """What it reads of the states before the newest."""
+    if reader not in self.older_values:
+      self.fresh()
+      values = _all_moments(self.site) if reader in ('join', 'learner') else []
       for newest in (0, 1, 2):  # the model, and of the syncer's checkpoints so many, are gone
         self.fresh()
         for place in (self.site / 'run', self.site / 'store'):
@@ -413,19 +420,23 @@ class Bench:
           paths = sorted(place.glob('syncer/ckpt/[0-9]*'), key=_number)
           for path in paths[len(paths) - newest :]:
             shutil.rmtree(path)
-        self.older[reader].append(self.read(reader, capfd)[0])
-    return [self.right[reader], *self.older[reader]]
+        values.append(self.read(reader, capfd)[0])
+      self.older_values[reader] = values
+    return self.older_values[reader]
 
-  def judge(self, reader: str, swap: str, thing: str, capfd) -> str:
+  def judge(self, reader: str, cell: tuple[str, str, str, str], capfd) -> str:
     """What is wrong, '' if nothing is. Where a state is gone the one before it is the newest."""
-    right, *older = self.known(reader, capfd)
+    swap, thing, *_ = cell
+    right = self.value_of_whole(reader, capfd)
+    self.fresh()
+    _exchange(self, *cell)
     value, error, lines = self.read(reader, capfd)
     named = re.search(_words(thing), lines) or swap == 'gone while it is read'
     if error:
       return '' if named else f'an error that does not name it: {error[:200]}'
     if value == right:
       return ''
-    if value in older:
+    if value in self.values_of_older(reader, capfd):
       as_new = reader == 'join' and value[1] == right[1]  # moments of any learner are as good
       return '' if named or as_new else 'an older state without a word'
     return '' if named and reader == 'evaluate' else f'silently wrong: {value}'
@@ -494,7 +505,7 @@ def _exchange(bench: Bench, swap: str, thing: str, before: str, state: str) -> N
 def test_what_is_read_twice_is_what_it_was_or_a_line_names_it(bench, counts, capfd):
   readers = [*READERS, *OF_PROCESSES] if counts.full else [*READERS]
   for reader in readers:
-    bench.known(reader, capfd)
+    bench.value_of_whole(reader, capfd)
   cells = [
     (reader, cell)
     for cell in _cells(bench)
@@ -503,9 +514,7 @@ def test_what_is_read_twice_is_what_it_was_or_a_line_names_it(bench, counts, cap
   ]
   wrong = {}
   for reader, cell in cells if counts.full else cells[::61]:
-    bench.fresh()
-    _exchange(bench, *cell)
-    if found := bench.judge(reader, *cell[:2], capfd):
-      wrong[reader, cell[0], cell[1]] = found
-  text = '\n'.join(f'{cell}: {found}' for cell, found in wrong.items())
+    if fault := bench.judge(reader, cell, capfd):
+      wrong[reader, cell[0], cell[1]] = fault
+  text = '\n'.join(f'{cell}: {fault}' for cell, fault in wrong.items())
   assert not wrong, f'{len(wrong)} of {len(cells)} cells:\n{text}'

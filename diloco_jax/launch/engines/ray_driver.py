@@ -154,17 +154,17 @@ class Driver:
       if self._stop.wait(POLL_S):
         return 128 + signal.SIGTERM
     hosts = self._make_hosts()
-    found = self._find_machines(hosts)
-    if not found:
+    places = self._find_machines(hosts)
+    if not places:
       return 128 + signal.SIGTERM
     if self._name == SYNCER:
       placed.touch()
-    say(f'starts on {", ".join(ip for ip, _ in found)}')
-    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*found[0])}
+    say(f'starts on {", ".join(ip for ip, _ in places)}')
+    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
     files = map(pathlib.Path, self._program['secrets'])
     secrets = {file.name: file.read_bytes() for file in files}
     works = [
-      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': found[host][0]}, secrets)
+      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': places[host][0]}, secrets)
       for host, actor in enumerate(hosts)
     ]
     return verdict(self._follow(hosts, works), self._run['never_retry'])
@@ -191,15 +191,15 @@ class Driver:
         return self._ray.get(addresses)
       if not said and time.monotonic() > began_s + PATIENCE_S:
         said = True
-        say(self._waits())
+        say(self._describe_wait())
     return []
 
-  def _waits(self) -> str:
+  def _describe_wait(self) -> str:
     """What the program waits for, and what to do."""
-    there, needed = self._ray.cluster_resources(), collections.Counter()
+    resources, needed = self._ray.cluster_resources(), collections.Counter()
     for program in self._run['programs'].values():
       needed.update({kind: program['hosts'] * n for kind, n in program['resources'].items()})
-    has = {kind: there.get(kind, 0) for kind in needed}
+    has = {kind: resources.get(kind, 0) for kind in needed}
     return (
       f'waits for {self._count} x {self._program["resources"]}: the programs of the run take '
       f'{dict(needed)}, the cluster has {has}. Add machines, or let programs take less with '
