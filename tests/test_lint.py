@@ -103,5 +103,5 @@ def _is_text(call: ast.Call) -> bool:
 
 def _constant(*values: ast.expr) -> str:
   """The first value, if it is a string in the source, else ''."""
-  found = values[0].value if values and isinstance(values[0], ast.Constant) else ''
-  return found if isinstance(found, str) else ''
+  value = values[0].value if values and isinstance(values[0], ast.Constant) else ''
+  return value if isinstance(value, str) else ''

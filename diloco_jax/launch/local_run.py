@@ -42,18 +42,18 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def learner_environments(
-  processes: int, devices: int, found: accelerators.Accelerators | None
+  processes: int, devices: int, available: accelerators.Accelerators | None
 ) -> list[dict[str, str]]:
   """The environment of each process of the learners: accelerators of its own if there are enough,
   else emulated CPU devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they
   share."""
-  shares = accelerators.share(found, processes, devices)
+  shares = accelerators.share(available, processes, devices)
   if shares is None:
     shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * processes
-    if found and 'JAX_PLATFORMS' not in os.environ:
+    if available and 'JAX_PLATFORMS' not in os.environ:
       print(
-        f'{processes} processes with {devices} devices each cannot share the {found.count} '
-        f'{found.kind} devices that are visible here: they use emulated CPU devices',
+        f'{processes} processes with {devices} devices each cannot share the {available.count} '
+        f'{available.kind} devices that are visible here: they use emulated CPU devices',
         flush=True,
       )
   return [{**environment(devices), **share} for share in shares]

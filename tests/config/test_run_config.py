@@ -46,23 +46,23 @@ def test_every_config_of_an_experiment_is_valid(path):
   assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize('field', [f for f, one in config_lib.TABLE.items() if '.' in one.name])
+@pytest.mark.parametrize('field', [f for f, row in config_lib.TABLE.items() if '.' in row.name])
 def test_every_setting_has_a_doc_bounds_that_hold_and_a_place_in_the_config(field):
-  one, default = config_lib.TABLE[field], config_lib.ProtocolConfig()
-  assert one.doc and field in config_lib.ProtocolConfig.__doc__
-  assert getattr(default, field) == one.default
-  text = codec.encode(dataclasses.replace(default, **{field: one.default}))
+  setting, default = config_lib.TABLE[field], config_lib.ProtocolConfig()
+  assert setting.doc and field in config_lib.ProtocolConfig.__doc__
+  assert getattr(default, field) == setting.default
+  text = codec.encode(dataclasses.replace(default, **{field: setting.default}))
   assert codec.decode(config_lib.ProtocolConfig, json.loads(text)) == default
   config = stdlib_lm.get_config('decoupled')
   config.validate()
-  low, high = one.bounds(config.protocol())
-  section, name = one.name.split('.')
+  low, high = setting.bounds(config.protocol())
+  section, name = setting.name.split('.')
   for value in (low - 1, high + 1):
-    setattr(getattr(config, section), name, one.written(value))
+    setattr(getattr(config, section), name, setting.written(value))
     with pytest.raises(ValueError) as caught:
       config.protocol()
-    wrong = '; use one of: ' if one.choices else ', it must be '
-    assert str(caught.value).startswith(f'{one.name} is {one.written(value)}{wrong}')
+    wrong = '; use one of: ' if setting.choices else ', it must be '
+    assert str(caught.value).startswith(f'{setting.name} is {setting.written(value)}{wrong}')
     assert '\n' not in str(caught.value)
 
 

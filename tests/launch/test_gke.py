@@ -21,8 +21,10 @@ LIMIT_S = 120
 
 
 def job_sets(texts: dict[str, str]) -> list[dict]:
-  found = [document for text in manifests(texts).values() for document in schemas.documents(text)]
-  return [one for one in found if one['kind'] == 'JobSet']
+  documents = [
+    document for text in manifests(texts).values() for document in schemas.documents(text)
+  ]
+  return [document for document in documents if document['kind'] == 'JobSet']
 
 
 def manifests(texts: dict[str, str]) -> dict[str, str]:
@@ -44,10 +46,10 @@ def test_the_manifests_of_a_run(tmp_path):
     cwd=tmp_path,
   )
   assert done.returncode == 0, done.stderr
-  found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
-  assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
-  rendered.require_golden(found, 'gke')
-  assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
+  files = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
+  assert sorted(files) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
+  rendered.require_golden(files, 'gke')
+  assert [error for text in manifests(files).values() for error in schemas.errors(text)] == []
 
 
 def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_named(tmp_path):
@@ -78,11 +80,11 @@ def test_the_schemas_find_no_error(topology, hosts):
   for learners in (1, 2, 8):
     files = manifests(rendered.texts(rendered.request(learners, topology, name='run')))
     ids = [f'l{number}' for number in range(learners)]
-    assert list(files) == ['run-syncer.yaml', *(f'run-{one}.yaml' for one in ids)]
+    assert list(files) == ['run-syncer.yaml', *(f'run-{learner}.yaml' for learner in ids)]
     syncer, l0, *others = files.values()
     assert schemas.errors(syncer) == schemas.errors(l0) == []
     # Learners differ by their names only, so what holds for one holds for all.
-    assert others == [l0.replace('l0', one) for one in ids[1:]]
+    assert others == [l0.replace('l0', learner) for learner in ids[1:]]
     # Each has a JobSet of its own with one job, which is its slice.
     (job,) = job_sets(files)[1]['spec']['replicatedJobs']
     assert job['replicas'] == 1
@@ -126,18 +128,20 @@ def test_a_loop_of_ones_own_is_a_learner_as_any():
 def test_our_command_line_takes_the_commands():
   for topology in ('v5p:2x2x1', 'v6e:4x4'):
     sets = job_sets(rendered.texts(rendered.request(2, topology, name='run')))
-    pods = [one['spec']['replicatedJobs'][0]['template']['spec']['template'] for one in sets]
+    pods = [
+      job_set['spec']['replicatedJobs'][0]['template']['spec']['template'] for job_set in sets
+    ]
     containers = [pod['spec']['containers'][0] for pod in pods]
-    assert all(one['command'] == ['sh', '-c', gke.UNTIL_DONE] for one in containers)
-    syncer, l0, l1 = command_line.read([one['args'] for one in containers])
+    assert all(part['command'] == ['sh', '-c', gke.UNTIL_DONE] for part in containers)
+    syncer, l0, l1 = command_line.read([part['args'] for part in containers])
     assert (syncer['listen'], syncer['tls']) == ('0.0.0.0:7070', '/certs/syncer')
     assert (l0['learner'], l1['learner']) == ('l0', 'l1')
     assert l0['syncer'] == 'run-syncer:7070'
     assert l0['hosts'] == ('auto' if topology == 'v6e:4x4' else '1')
-    for found, container in zip((syncer, l0, l1), containers):
-      assert found['config']['train']['store'] == rendered.STORE
-      mounts = {one['name']: one['mountPath'] for one in container['volumeMounts']}
-      assert mounts == {'workdir': found['workdir'], 'certs': found['tls']}
+    for values, container in zip((syncer, l0, l1), containers):
+      assert values['config']['train']['store'] == rendered.STORE
+      mounts = {mount['name']: mount['mountPath'] for mount in container['volumeMounts']}
+      assert mounts == {'workdir': values['workdir'], 'certs': values['tls']}
 
 
 @pytest.mark.parametrize(
@@ -221,9 +225,9 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
     env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(calls)},
     timeout=LIMIT_S,
   )
-  found = [json.loads(line) for line in calls.read_text().splitlines()]
-  assert all(call[0] == '--namespace=research' for call in found)
-  assert [call[1:] for call in found] == [
+  given = [json.loads(line) for line in calls.read_text().splitlines()]
+  assert all(call[0] == '--namespace=research' for call in given)
+  assert [call[1:] for call in given] == [
     *(call for name in ('syncer', 'l0') for call in secret(name)),
     *(['apply', f'--filename={tmp_path}/run-{name}.yaml'] for name in ('syncer', 'l0')),
     ['get', 'jobsets,pods', '--selector=diloco.run=run'],

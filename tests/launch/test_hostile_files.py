@@ -45,13 +45,13 @@ def _whole(config, tmp_path_factory) -> pathlib.Path:
 def _tree(base: pathlib.Path) -> dict[str, tuple]:
   """Everything below a folder, and when it changed: also of a folder, if a file in it came or
   went."""
-  found = {}
+  statuses = {}
   for folder, folders, files in os.walk(base):
     for name in {*folders, *files} - {files_lib.LOCK}:
       path = os.path.join(folder, name)
       now = os.lstat(path)
-      found[os.path.relpath(path, base)] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
-  return found
+      statuses[os.path.relpath(path, base)] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
+  return statuses
 
 
 # --- Names and numbers ----------------------------------------------------------------------------
@@ -348,7 +348,9 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)
       kept = {
-        name: one for name, one in _tree(folder / 'wal').items() if name != outer_log.AGREEMENT
+        name: status
+        for name, status in _tree(folder / 'wal').items()
+        if name != outer_log.AGREEMENT
       }
       assert kept == before, name
     finally:

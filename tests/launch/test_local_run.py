@@ -66,7 +66,7 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(config, tmp_pat
 
 def test_one_folder_that_is_given_to_several_runs_belongs_to_one(config, tmp_path):
   opened = _open_at_once(8, config, tmp_path / 'run')
-  (winner,) = [number for number, one in enumerate(opened) if isinstance(one, pathlib.Path)]
+  (winner,) = [number for number, result in enumerate(opened) if isinstance(result, pathlib.Path)]
   assert load.read(tmp_path / 'run').train.seed == winner
   for refusal in opened[:winner] + opened[winner + 1 :]:
     assert re.search('already (used by|holds a run)', str(refusal)), refusal
@@ -81,11 +81,11 @@ def test_a_run_continues_from_another_folder(config, tmp_path, monkeypatch):
   config.data.corpus = 'texts/*.txt'
   workdir = run_folder.open_workdir(config, pathlib.Path('run'), resume=False)
   monkeypatch.chdir(tmp_path / 'elsewhere')
-  found = load.load('../run')
-  assert found.data.corpus == str(tmp_path / 'texts' / '*.txt')
-  run_folder.open_workdir(found, workdir, resume=True)
-  found.task = 'mlp.py:task(width=64)'
-  load.write(tmp_path, found)
+  loaded = load.load('../run')
+  assert loaded.data.corpus == str(tmp_path / 'texts' / '*.txt')
+  run_folder.open_workdir(loaded, workdir, resume=True)
+  loaded.task = 'mlp.py:task(width=64)'
+  load.write(tmp_path, loaded)
   assert load.read(tmp_path).task == f'{tmp_path}/elsewhere/mlp.py:task(width=64)'
 
 
@@ -348,18 +348,18 @@ def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   watch = re.search('^watch it: (.*)$', done.stdout, re.M)
   run = str(tmp_path / 'run')
   shown = min(run, os.path.relpath(run, command_line.ROOT), key=len)
-  for told, words in (
+  for match, words in (
     (later, f'report {tmp_path}/run'),
     (watch, f'status --workdir={shown}'),
   ):
-    assert words in told[1]
-    subprocess.run(['bash', '-c', f'{told[1]} --help'], check=True, capture_output=True)
+    assert words in match[1]
+    subprocess.run(['bash', '-c', f'{match[1]} --help'], check=True, capture_output=True)
 
 
 def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  there = lambda pattern: [f'/dev/nvidia{n}' for n in range(8)] if 'nvidia' in pattern else []
-  monkeypatch.setattr(accelerators.glob, 'glob', there)
+  devices = lambda pattern: [f'/dev/nvidia{n}' for n in range(8)] if 'nvidia' in pattern else []
+  monkeypatch.setattr(accelerators.glob, 'glob', devices)
   monkeypatch.setattr(accelerators.importlib.util, 'find_spec', lambda name: 'jax has it')
   monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
   for listed, shares in (
@@ -390,12 +390,12 @@ def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, m
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  found = accelerators.Accelerators('cuda', ('0',))
-  environments = local_run.learner_environments(2, 1, found)
+  accelerator = accelerators.Accelerators('cuda', ('0',))
+  environments = local_run.learner_environments(2, 1, accelerator)
   assert [environment['JAX_PLATFORMS'] for environment in environments] == ['cpu', 'cpu']
   assert 'use emulated CPU devices' in capsys.readouterr().out
   monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
-  assert local_run.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'
+  assert local_run.learner_environments(2, 1, accelerator)[0]['JAX_PLATFORMS'] == 'cuda'
 
 
 def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):

@@ -51,16 +51,16 @@ def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(tmp_path)
   for name in ('l0', 'l1'):
     owner.issue(name, proofs.utc_now())
   tls = f'--tls={tmp_path}/certs'
-  here, there = tmp_path / 'here', tmp_path / 'there'
+  here, away = tmp_path / 'here', tmp_path / 'there'
   first = Launch(here, *_CONFIG, tls, '--only=syncer,l0', '--listen=127.0.0.1:0')
   address = first.until('the syncer listens on').rpartition(' ')[2]
-  second = Launch(there, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
+  second = Launch(away, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
   assert second.end() == 0, second.said
   assert first.end() == 0, first.said
   merged = [fact for fact in records_lib.records(here) if fact['name'] == 'synced']
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
-  assert (here / 'model').is_dir() and not (there / 'syncer').exists()
-  islands = [[path.name for path in (one / 'islands').iterdir()] for one in (here, there)]
+  assert (here / 'model').is_dir() and not (away / 'syncer').exists()
+  islands = [[path.name for path in (folder / 'islands').iterdir()] for folder in (here, away)]
   assert islands == [['l0'], ['l1']]
 
 

@@ -63,8 +63,8 @@ class Run:
   def facts(self, process: str, name: str) -> list[dict]:
     if not (self.workdir / records_lib.RECORDS).is_dir():
       return []
-    found = records_lib.records(self.workdir)
-    return [one for one in found if one['process'] == process and one['name'] == name]
+    facts = records_lib.records(self.workdir)
+    return [fact for fact in facts if fact['process'] == process and fact['name'] == name]
 
   def merges(self, learner: str) -> int:
     return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
@@ -85,7 +85,7 @@ class Run:
 
   def jobs(self) -> list[dict[str, str]]:
     """What Slurm says about those of the syncer and of the learners."""
-    return [self.cluster.job(one) for one in (self.syncer, *map(self.task, LEARNERS))]
+    return [self.cluster.job(job) for job in (self.syncer, *map(self.task, LEARNERS))]
 
   def end(self) -> list[str]:
     """Waits for the end of all jobs; returns their states and exit codes."""
@@ -148,7 +148,7 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   run.submit()
   run.until_merged(*LEARNERS)
   cluster.call('scancel', run.syncer, run.learners)
-  assert all(one.startswith('CANCELLED') for one in run.end())
+  assert all(job.startswith('CANCELLED') for job in run.end())
   assert all(run.said(name, 'preempted at clock') == 1 for name in LEARNERS)
   assert [job['Restarts'] for job in run.jobs()] == ['0'] * 4
 

@@ -45,7 +45,7 @@ def script(asked: spec_lib.Request, **given: str) -> str:
   with flagsaver.flagsaver(**{**GIVEN, **given}):
     known = slurm.known(asked)
     described = spec_lib.make(asked, known)
-    if missing := [text for text, there in slurm.needs(described, asked).items() if not there]:
+    if missing := [text for text, is_met in slurm.needs(described, asked).items() if not is_met]:
       raise ValueError('; '.join(missing))
     [text] = slurm.render(described, asked, known).values()
     return text
@@ -111,9 +111,9 @@ def test_our_command_line_takes_the_commands_of_the_jobs(cluster, tmp_path, monk
   assert (syncer['listen'], syncer['tls']) == ('10.0.0.7:0', '/shared/certs/syncer')
   assert (learner['learner'], learner['tls']) == ('l02', '/shared/certs/l02')
   assert learner['syncer'] == f'file:{workdir / run_folder.ADDRESS}'
-  for found in (syncer, learner):
-    assert found['workdir'] == str(workdir)
-    assert found['config'] == request(learners=12).config.to_dict()
+  for values in (syncer, learner):
+    assert values['workdir'] == str(workdir)
+    assert values['config'] == request(learners=12).config.to_dict()
 
 
 def test_it_submits_the_syncer_and_then_the_learners(cluster, tmp_path):
@@ -137,7 +137,7 @@ def test_it_submits_the_syncer_and_then_the_learners(cluster, tmp_path):
 def test_a_syncer_whose_learners_are_refused_is_cancelled(cluster, tmp_path, monkeypatch):
   monkeypatch.setenv('ACCEPTED', 'no-learner')
   assert run(script(request(workdir=str(tmp_path / 'x'))), tmp_path).returncode
-  assert [one[0] for one in cluster()] == ['sbatch', 'sbatch', 'scancel']
+  assert [call[0] for call in cluster()] == ['sbatch', 'sbatch', 'scancel']
   assert cluster()[-1] == ['scancel', '12']
 
 

@@ -31,9 +31,9 @@ def request(config: str = 'gemma:1b', learners: int = 2, chips: int = 16, **more
 
 
 def values(program: spec_lib.Program) -> dict:
-  found = dataclasses.asdict(program)
-  assert found.pop('environment') == spec_lib.ENVIRONMENT
-  return found
+  fields = dataclasses.asdict(program)
+  assert fields.pop('environment') == spec_lib.ENVIRONMENT
+  return fields
 
 
 @pytest.mark.parametrize('learners', [1, 2, 8])
@@ -68,10 +68,10 @@ def test_a_syncer_and_its_learners(learners):
   assert json.dumps(dataclasses.asdict(described)), 'an engine may send it elsewhere'
   read = command_line.read([program.argv for program in described.programs])
   assert (read[0]['listen'], read[0]['tls']) == ('0.0.0.0:7070', '/certs/syncer')
-  for number, one in enumerate(read[1:]):
-    assert (one['learner'], one['tls']) == (f'l{number}', f'/certs/l{number}')
-    assert (one['syncer'], one['hosts']) == (_KNOWN.syncer, 'auto')
-  assert all(one['config']['sync']['learners'] == learners for one in read)
+  for number, flags in enumerate(read[1:]):
+    assert (flags['learner'], flags['tls']) == (f'l{number}', f'/certs/l{number}')
+    assert (flags['syncer'], flags['hosts']) == (_KNOWN.syncer, 'auto')
+  assert all(flags['config']['sync']['learners'] == learners for flags in read)
 
 
 def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():

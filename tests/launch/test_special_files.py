@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(120)  # before, most of these waited for ever
 
 
 def bind(path: pathlib.Path) -> None:
-  with socket.socket(socket.AF_UNIX) as made:
-    made.bind(str(path))
+  with socket.socket(socket.AF_UNIX) as endpoint:
+    endpoint.bind(str(path))
 
 
 KINDS = {
@@ -88,8 +88,8 @@ def test_a_corpus_is_made_of_regular_files_and_the_rest_is_named_once(source: st
   (corpus / 'away').symlink_to('../other')
   corpus_files.say_once.cache_clear()
   for _ in range(3):
-    found = [name for name, _ in corpus_files.list_files(source)]
-  assert [pathlib.Path(name).name for name in found] == ['link.txt', 'text.txt']
+    paths = [name for name, _ in corpus_files.list_files(source)]
+  assert [pathlib.Path(path).name for path in paths] == ['link.txt', 'text.txt']
   assert len(list(corpus_files.documents(corpus_files.list_files(source)))) == 2
   said, links = capfd.readouterr().err.splitlines()  # once
   assert links == f'left out of the corpus {source!r}: 2 links to its other files'

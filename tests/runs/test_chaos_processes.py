@@ -183,12 +183,12 @@ def test_a_replaced_process_is_fenced_and_never_merged(run):
 
 def test_the_records_account_for_all_time_of_every_learner(run):
   now_ns = round(run.facts.end_s * 1e9)
-  for name in LEARNERS:
-    found = book_lib.as_shares(run.facts.book.partition(name, now_ns))
-    assert sum(found.values()) == pytest.approx(1, abs=1e-6)
-    assert abs(found.get('other', 0)) < 0.01
-  shares = book_lib.as_shares(run.facts.book.partition(VICTIMS['kill'], now_ns))
-  assert shares['infra_recovery'] > 0 and shares['data_wait'] > 0
+  shares = {name: book_lib.as_shares(run.facts.book.partition(name, now_ns)) for name in LEARNERS}
+  for of_learner in shares.values():
+    assert sum(of_learner.values()) == pytest.approx(1, abs=1e-6)
+    assert abs(of_learner.get('other', 0)) < 0.01
+  of_victim = shares[VICTIMS['kill']]
+  assert of_victim['infra_recovery'] > 0 and of_victim['data_wait'] > 0
 
 
 def test_every_tape_replays(run):
@@ -214,13 +214,13 @@ def _read(run: Run, disk: str, node: str) -> list[tape_lib.Record]:
 
 def _node_tapes(run: Run, edit=lambda record: record) -> list[judge_tapes.Tape]:
   """The tapes of the run; the syncer's with every record through `edit`."""
-  found = []
+  node_tapes = []
   for _, life in run.lives():
     turns = _records(life)
     if life.node == 'syncer':
       turns = [edit(record) for record in turns]
-    found.append(judge_tapes.Tape(life.name, tape_files.read(life).header.start, turns))
-  return found
+    node_tapes.append(judge_tapes.Tape(life.name, tape_files.read(life).header.start, turns))
+  return node_tapes
 
 
 def _merge(change):

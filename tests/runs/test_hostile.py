@@ -99,7 +99,7 @@ class Shares:
         total += now - then
         blocked += max(0, now - then - sum(busy))
         # The kernel books a wait for a CPU when it ends, so a longer one began before this time.
-        blocked -= sum(max(0, one - (now - then)) for one in busy)
+        blocked -= sum(max(0, busy_ns - (now - then)) for busy_ns in busy)
     return max(0, blocked) / total if total else 0.0
 
 
@@ -187,7 +187,7 @@ def _run(tmp_path_factory, counts) -> Run:
   seconds = 20.0 if counts.full else 1.5
   make = functools.partial(Conductor, seconds=seconds)
   conducted, left = conductor.play(tmp_path_factory.mktemp('hostile'), make, DEADLINE_S)
-  run = Run(**vars(left), phases={one.name: one for one in conducted.phases}, full=counts.full)
+  run = Run(**vars(left), phases={part.name: part for part in conducted.phases}, full=counts.full)
   for phase in run.phases.values():
     measure(run, phase, conducted.shares)
   return run
@@ -197,20 +197,20 @@ def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
   """Counts what happened in a phase."""
 
   def within(name: str, fact: str) -> int:
-    return sum(phase.began_ns <= one['t_ns'] <= phase.ended_ns for one in run.of(name, fact))
+    return sum(phase.began_ns <= row['t_ns'] <= phase.ended_ns for row in run.of(name, fact))
 
   phase.outer = within('syncer', 'outer')
   clocks = [
-    one['step']
+    row['step']
     for name in LEARNERS
-    for one in run.of(name, 'step')
-    if phase.began_ns <= one['t_ns'] <= phase.ended_ns
+    for row in run.of(name, 'step')
+    if phase.began_ns <= row['t_ns'] <= phase.ended_ns
   ]
   phase.clock = max(clocks, default=0) - min(clocks, default=0)
   for name in LEARNERS:
     phase.steps[name] = within(name, 'step')
     phase.losses[name] = [
-      one['loss'] for one in run.of(name, 'step') if phase.began_ns <= one['t_ns'] <= phase.ended_ns
+      row['loss'] for row in run.of(name, 'step') if phase.began_ns <= row['t_ns'] <= phase.ended_ns
     ]
     phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
 
@@ -241,7 +241,7 @@ def test_honest_learners_are_not_held_up(run, name):
   as_many = (
     min(phase.steps_per_s(learner) / quiet.steps_per_s(learner) for learner in LEARNERS) >= 1 - lost
   )
-  before, blocked = (statistics.mean(one.blocked.values()) for one in (quiet, phase))
+  before, blocked = (statistics.mean(part.blocked.values()) for part in (quiet, phase))
   assert as_many or blocked - before <= lost * (1 - before), (before, blocked)
 
 

@@ -152,7 +152,7 @@ def test_a_learner_comes_back_as_a_whole_whichever_host_ends_and_how(tmp_path):
   assert not [pid for pid in played.pids if psutil.pid_exists(pid)]
 
   exits = {
-    name: [one['code'] for one in run.of('supervisor', 'exit') if one['child'] == name]
+    name: [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
     for name in ('l0', 'l1', 'l2')
   }
   assert exits['l0'] == [-signal.SIGKILL, 0, -signal.SIGKILL, 0, 0]
@@ -183,7 +183,7 @@ def start_hosts(module, hosts: int, *words: object) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     place = f'127.0.0.1:{probe.getsockname()[1]}'
-  environment = {name: one for name, one in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
+  environment = {name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
   return [
     subprocess.Popen(
       [sys.executable, '-m', module.__name__, *map(str, words), str(host), place],
@@ -230,13 +230,13 @@ def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
 @pytest.mark.full
 def test_two_hosts_exchange_the_bytes_and_digests_of_one():
   """Of equal parameters. Steps differ in the last bit: the sums of gloo have another order."""
-  found = []
+  lines = []
   for count in (1, 2):
     said, codes = end_of(start_hosts(hosts_bits, count, count))
     assert not any(codes), '\n'.join(said)
     print(*said)
-    found += [line for line in said[0].splitlines() if line.startswith('[[')]
-  assert len(found) == 2 and found[0] == found[1]
+    lines += [line for line in said[0].splitlines() if line.startswith('[[')]
+  assert len(lines) == 2 and lines[0] == lines[1]
 
 
 def test_the_heartbeat_is_that_of_the_documents():

@@ -68,8 +68,8 @@ def test_two_loops_learn_together_as_threads():
     for thread in threads:
       thread.join(DEADLINE_S)
   assert losses.keys() == {'l0', 'l1'}
-  for one in (alone, *losses.values()):
-    assert np.mean(one[-20:]) < LEARNED < one[0]
+  for curve in (alone, *losses.values()):
+    assert np.mean(curve[-20:]) < LEARNED < curve[0]
 
 
 def _in_standard_types(call):
@@ -111,8 +111,8 @@ def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_pat
     assert steps > 20 and loss < 2.5, learner
   assert syncer.end() == 0, syncer
   merged = _facts(workdir, 'synced')
-  assert {one['fragment'] for one in merged} == {0, 1}
-  assert {name for one in merged for name in one['participants']} == {'l0', 'l1'}
+  assert {fact['fragment'] for fact in merged} == {0, 1}
+  assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
 
 
 @pytest.mark.long
@@ -147,8 +147,8 @@ def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
 def _end_of(learner: programs.Program) -> tuple[int, float]:
   """The steps that a loop says it has made, and its last loss."""
   assert learner.end() == 0, learner
-  found = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', learner.text)
-  return int(found[1]), float(found[2])
+  match = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', learner.text)
+  return int(match[1]), float(match[2])
 
 
 @pytest.mark.full
@@ -163,10 +163,10 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
     learner='l0',
     syncer=f'file:{workdir}/syncer/address',
   ) as peer:
-    mine = peer.params
-    np.testing.assert_array_equal(mine['d'], params['d'])
+    own = peer.params
+    np.testing.assert_array_equal(own['d'], params['d'])
     for _ in peer.steps():
-      mine = peer.sync(mine, tokens=1)
+      own = peer.sync(own, tokens=1)
   assert syncer.end() == 0, syncer
 
 

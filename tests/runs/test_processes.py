@@ -43,12 +43,12 @@ def _refusal(program: programs.Program) -> str:
 
 def _of_run(workdir: pathlib.Path) -> list[psutil.Process]:
   """Processes that name this run in their command line."""
-  found = []
+  processes = []
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
       if any(str(workdir) in word for word in process.cmdline()):
-        found.append(process)
-  return found
+        processes.append(process)
+  return processes
 
 
 @pytest.mark.long
@@ -139,12 +139,12 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')
-  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--listen={address}')
+  port_in_use = start('syncer', *run, f'--workdir={tmp_path}/t', f'--listen={address}')
   same = start('syncer', *run, f'--workdir={tmp_path}/s')
   assert f'then joins the syncer at {address}' in other.wait_for('l1 starts')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
-  assert f'cannot listen on {address}: another syncer' in _refusal(taken)
+  assert f'cannot listen on {address}: another syncer' in _refusal(port_in_use)
   assert f'{tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
   assert (tmp_path / 's' / 'syncer' / 'address').read_text().strip() == address
   assert 'Learner id "l0" is in use' in _refusal(twin)

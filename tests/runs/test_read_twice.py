@@ -90,10 +90,10 @@ def _learner(site: pathlib.Path, say: Say, learner: str) -> Any:
     raise ValueError(refused)
   whole = site.with_name('whole') / 'store' / folders.ISLANDS / 'l0' / folders.CHECKPOINTS
   like = states.load_on_host(max(whole.iterdir(), key=_number))[1]['opt_state']
-  found = moments_lib.find(site / 'store', learner, like, say, run=run)
-  if found and found.protocol.get('run', run) != run:  # protocol/learner/connection.py
-    raise ValueError(f'a checkpoint of run {found.protocol["run"]}, not {run}')
-  return found and (found.learner, found.step, _digest(found.moments))
+  moments = moments_lib.find(site / 'store', learner, like, say, run=run)
+  if moments and moments.protocol.get('run', run) != run:  # protocol/learner/connection.py
+    raise ValueError(f'a checkpoint of run {moments.protocol["run"]}, not {run}')
+  return moments and (moments.learner, moments.step, _digest(moments.moments))
 
 
 def _all_moments(site: pathlib.Path) -> list[Any]:
@@ -105,10 +105,10 @@ def _all_moments(site: pathlib.Path) -> list[Any]:
 
 
 def _replay(site: pathlib.Path, say: Say) -> Any:
-  found = {life.name: tape_files.replay(life) for life in tape_files.find(site / 'run')}
-  texts = {name: replay.text() for name, replay in found.items()}
+  replays = {life.name: tape_files.replay(life) for life in tape_files.find(site / 'run')}
+  texts = {name: replay.text() for name, replay in replays.items()}
   for name, text in texts.items():
-    if not found[name].identical or 'no exit' in text:
+    if not replays[name].identical or 'no exit' in text:
       raise ValueError(f'the tape {name}: {text}')
   return texts
 
@@ -129,8 +129,8 @@ def _report(site: pathlib.Path, say: Say) -> Any:
 
 
 def _follow(site: pathlib.Path, say: Say) -> Any:
-  found = [*diloco_jax.follow(workdir=site / 'store', wait_s=2.0)]
-  return found[-1][0], _digest(found[-1][1])
+  models = [*diloco_jax.follow(workdir=site / 'store', wait_s=2.0)]
+  return models[-1][0], _digest(models[-1][1])
 
 
 def _command(*words: str) -> Callable[[pathlib.Path, Say], str]:
@@ -221,8 +221,8 @@ def _name(path: str) -> str:
 
 
 def _number(path: pathlib.Path) -> int:
-  found = re.match(r'\d+', path.name)
-  return int(found[0]) if found else -1
+  match = re.match(r'\d+', path.name)
+  return int(match[0]) if match else -1
 
 
 def _row(path: str) -> str | None:
@@ -231,13 +231,13 @@ def _row(path: str) -> str | None:
 
 def _files(site: pathlib.Path) -> dict[str, list[str]]:
   """The files of a site by their names without numbers, the newest last."""
-  found: dict[str, list[str]] = {}
+  files: dict[str, list[str]] = {}
   paths = [path for path in site.rglob('*') if path.is_file()]
   for path in sorted(paths, key=lambda path: [*map(int, re.findall(r'\d+', str(path)))]):
     relative = path.relative_to(site).as_posix()
     if not re.fullmatch(FOR_PEOPLE, _name(relative)):
-      found.setdefault(_name(relative), []).append(relative)
-  return found
+      files.setdefault(_name(relative), []).append(relative)
+  return files
 
 
 def _words(path: str) -> str:
@@ -246,7 +246,9 @@ def _words(path: str) -> str:
   if row != STATE:
     return THINGS[row]
   at = pathlib.PurePosixPath(path)
-  at = next(one for one in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', one.name))
+  at = next(
+    folder for folder in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', folder.name)
+  )
   return 'model' if at.name == 'model' else f'ckpt/{at.name}|checkpoint|cop(y|ies)|moments'
 
 
@@ -289,9 +291,9 @@ def _older(path: pathlib.Path, other: pathlib.Path, before: pathlib.Path | None)
 def _moved(path: pathlib.Path, other: pathlib.Path, before: pathlib.Path | None) -> None:
   """It and the one before it have exchanged their names."""
   if before:
-    one, two = path.read_bytes(), before.read_bytes()
-    _keeping_time(path, two)
-    _keeping_time(before, one)
+    newer = path.read_bytes()
+    _keeping_time(path, before.read_bytes())
+    _keeping_time(before, newer)
 
 
 SWAPS = {
@@ -396,7 +398,7 @@ class Bench:
       except (Exception, exits.NeverRetry) as problem:
         error = f'{type(problem).__name__}: {problem}'
     printed = capfd.readouterr()
-    lines = [*said, *(str(one.message) for one in warned), printed.out, printed.err, error]
+    lines = [*said, *(str(warning.message) for warning in warned), printed.out, printed.err, error]
     return value, error, '\n'.join(lines)
 
   def value_of_whole(self, reader: str, capfd) -> Any:

@@ -323,10 +323,10 @@ def test_a_version_has_the_same_bits_in_every_process(run):
         digests.setdefault((p, known[0]), set()).add(known[1])
     for record in reader:
       match record.event:
-        case events.Received(message=messages.Publish() as one):
-          digests.setdefault((one.fragment, one.version), set()).add(one.digest)
+        case events.Received(message=messages.Publish() as publish):
+          digests.setdefault((publish.fragment, publish.version), set()).add(publish.digest)
   assert len(digests) > 10
-  assert {key: found for key, found in digests.items() if len(found) > 1} == {}
+  assert {key: values for key, values in digests.items() if len(values) > 1} == {}
 
 
 def test_the_run_keeps_every_promise(run):
@@ -386,7 +386,9 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
   seen = [
     fact for name in LEARNERS for fact in run.of(name, 'adopted') if fact['t_ns'] < back['t_ns']
   ]
-  assert seen and all(back['versions'][one['fragment']] >= one['version'] for one in seen)
+  assert seen and all(
+    back['versions'][adopted['fragment']] >= adopted['version'] for adopted in seen
+  )
   ledgers = [fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] < run.killed_ns]
   assert not ledgers[-1]['discarded'].get('lost_with_process')
 

@@ -59,7 +59,7 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
     address = f'127.0.0.1:{free.getsockname()[1]}'
   text = re.sub(r'(alpha|0\.0\.0\.0):7070', address, page.read_text(encoding='utf-8'))
   blocks = [
-    Block(*found) for found in re.findall(r'^```(python|bash)\n(.*?)^```', text, re.M | re.S)
+    Block(*match) for match in re.findall(r'^```(python|bash)\n(.*?)^```', text, re.M | re.S)
   ]
   for place in {block.place for block in blocks} | {'here'}:
     (tmp_path / place).mkdir()

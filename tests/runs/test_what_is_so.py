@@ -109,7 +109,7 @@ def test_the_surfaces_say_what_ps_says(world):
     assert re.search(says, world.text(learner)), world.text(learner)
   now = world.state()
   assert 0 < now['end_s'] < 3600, 'the clock of l5 is two hours behind'
-  rates = {name: one['tokens_per_second'] > 0 for name, one in now['learners'].items()}
+  rates = {name: row['tokens_per_second'] > 0 for name, row in now['learners'].items()}
   assert rates == {name: name in ('l0', 'l5', 'l6') for name in truth}
   notices = '\n'.join(now['notices'])
   assert all(re.search(rf'^{one}: ', notices, re.M) for one in ('l1', 'l2', 'l3', 'l4'))
@@ -119,9 +119,9 @@ def test_the_surfaces_say_what_ps_says(world):
   metrics = serve.metrics(now)
   for learner, state in (('l0', 'training'), ('l1', 'no step'), ('l4', 'in quarantine')):
     assert f'diloco_learner_state{{learner="{learner}",state="{state}"}} 1' in metrics
-  told = summary_lib.text(summary_lib.write(world.run, plot=False), world.run, 400)
-  assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', told)
-  assert re.search(r'learner l4 .*in quarantine: NaN or Inf', told)
+  report = summary_lib.text(summary_lib.write(world.run, plot=False), world.run, 400)
+  assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', report)
+  assert re.search(r'learner l4 .*in quarantine: NaN or Inf', report)
 
   world.processes['syncer'].kill()
   world.until('its silence', lambda: world.state()['condition']['kind'] == 'silent')

@@ -52,21 +52,21 @@ def texts(asked: spec_lib.Request, **more) -> dict[str, str]:
     known = gke.known(asked)
     described = spec_lib.make(asked, known)
     needs = gke.needs(described, asked)
-    if missing := [text for text, there in needs.items() if not there]:
+    if missing := [text for text, is_met in needs.items() if not is_met]:
       raise ValueError('; '.join(missing))
     return gke.render(described, asked, known)
 
 
-def require_golden(found: Mapping[str, str], engine: str) -> None:
+def require_golden(texts_by_name: Mapping[str, str], engine: str) -> None:
   """Fails unless the texts of an engine are those in `golden`, but for the config, which is left
   out there."""
   folder = GOLDEN / engine
   config = re.compile(r"'--config=\{.*?\}'", re.DOTALL)
-  found = {name: config.sub('--config=JSON', text) for name, text in found.items()}
+  texts_by_name = {name: config.sub('--config=JSON', text) for name, text in texts_by_name.items()}
   if os.environ.get('REWRITE_GOLDEN'):
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
       path.unlink()
-    for name, text in found.items():
+    for name, text in texts_by_name.items():
       (folder / name).write_text(text)
-  assert {path.name: path.read_text() for path in folder.iterdir()} == found
+  assert {path.name: path.read_text() for path in folder.iterdir()} == texts_by_name

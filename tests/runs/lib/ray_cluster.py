@@ -36,16 +36,16 @@ def python() -> str:
   with open(f'{_ENVIRONMENT}.lock', 'w', encoding='utf-8') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     ready = _ENVIRONMENT / 'ready'
-    found = str(_ENVIRONMENT / 'bin' / 'python')
+    interpreter = str(_ENVIRONMENT / 'bin' / 'python')
     if not ready.exists():
       subprocess.run([sys.executable, '-m', 'venv', '--clear', _ENVIRONMENT], check=True)
-      subprocess.run([found, '-m', 'pip', 'install', '-q', f'ray=={VERSION}'], check=True)
+      subprocess.run([interpreter, '-m', 'pip', 'install', '-q', f'ray=={VERSION}'], check=True)
       [node] = _ENVIRONMENT.glob('lib/python*/site-packages/ray/_private/node.py')
       text = node.read_text()
       assert text.count(f'{_PATIENCE}30\n') == 1
       node.write_text(text.replace(f'{_PATIENCE}30\n', f'{_PATIENCE}600\n'))
       ready.touch()
-  return found
+  return interpreter
 
 
 def until(true: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -65,13 +65,13 @@ class Cluster:
 
   def processes(self, machine: str, words: str = '') -> list[psutil.Process]:
     """Those that run on a machine and have `words` on their command line."""
-    mark, found = str(self.folder / machine), []
+    mark, processes = str(self.folder / machine), []
     for process in psutil.process_iter():
       with contextlib.suppress(psutil.Error):
         is_there = process.environ().get('MACHINE') == mark
         if is_there and words in ' '.join(process.cmdline()) and process.status() != 'zombie':
-          found.append(process)
-    return found
+          processes.append(process)
+    return processes
 
   def where(self, name: str) -> str:
     """The machine on which a program runs now; '' if none does."""
@@ -88,13 +88,13 @@ class Cluster:
     ]
 
   def raylet(self, machine: str) -> psutil.Process:
-    [found] = [process for process in self.processes(machine) if process.name() == 'raylet']
-    return found
+    [raylet] = [process for process in self.processes(machine) if process.name() == 'raylet']
+    return raylet
 
   def kill(self, machine: str) -> None:
     """Kills a machine with everything on it."""
-    while found := self.processes(machine):
-      for process in found:
+    while left := self.processes(machine):
+      for process in left:
         with contextlib.suppress(psutil.Error):
           process.kill()
 
@@ -139,8 +139,8 @@ class Launched:
     """Facts of a program so far, as this machine has them."""
     if not (self.workdir / records_lib.RECORDS).is_dir():
       return []
-    found = records_lib.records(self.workdir)
-    return [one for one in found if one['process'] == process and one['name'] == name]
+    facts = records_lib.records(self.workdir)
+    return [fact for fact in facts if fact['process'] == process and fact['name'] == name]
 
   def joined(self, learner: str) -> list[int]:
     """The incarnations with which a learner has joined, as the syncer says."""

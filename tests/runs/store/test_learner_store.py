@@ -41,7 +41,7 @@ class InBucket(conductor.Conductor):
 
   def saved(self, name: str) -> bool:
     start = f'run/islands/{name}/ckpt/'
-    ends = [one.removeprefix(start) for one in self._bucket.objects if one.startswith(start)]
+    ends = [key.removeprefix(start) for key in self._bucket.objects if key.startswith(start)]
     return any(re.fullmatch('[0-9]+/commit_success.txt', end) for end in ends)
 
 

@@ -171,5 +171,5 @@ def test_a_syncer_of_own_loops_on_another_disk_knows_the_model(tmp_path):
     assert syncer.end() == 0, syncer
   assert 'waits for the first learner' not in syncer.text and 'gone' not in syncer.text, syncer
   assert 'the syncer continues from' in syncer.text, syncer
-  found = diloco_jax.load_params(place)  # from the store alone
-  jax.tree.map(np.testing.assert_array_equal, found, diloco_jax.load_params(workdir))
+  stored = diloco_jax.load_params(place)  # from the store alone
+  jax.tree.map(np.testing.assert_array_equal, stored, diloco_jax.load_params(workdir))
