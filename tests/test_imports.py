@@ -140,12 +140,6 @@ def test_foreign_libraries(here: str):
     assert not wrong, f'{path.relative_to(ROOT)} imports {wrong}'
 
 
-def test_no_room_is_crowded():
-  """A folder of the library holds at most 17 files, so that it is seen at a glance."""
-  for folder in {path.parent for path in sources(PACKAGE)}:
-    assert len(list(folder.glob('*.py'))) <= 17, folder
-
-
 @pytest.mark.parametrize('banned', ['time', 'socket', 'threading', 'asyncio', 'os'])
 def test_the_protocol_has_no_clock_no_socket_no_thread(banned: str):
   """Deterministic machines without sockets, clocks, threads or arrays."""

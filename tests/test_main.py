@@ -50,6 +50,7 @@ def test_help_of_a_command_has_two_names():
 
 
 LEARNER = 'learner --config=stdlib_lm:tiny --learner=l0 --syncer=x:1 --workdir={folder}'
+SYNCER = 'syncer --config=stdlib_lm:tiny --workdir={folder}'
 OWN_LOOP = 'syncer --config=own_loop --workdir={folder}'
 NO_URL = (
   'error: .*://bucket/run is a URL: only folders .* --config.train.store=gs://'  # what may be one
@@ -80,6 +81,10 @@ NO_URL = (
       '--config.model: a loop of your own has its model in its code, so this would do nothing'
     ),
     f'{OWN_LOOP} --transport_processes=3': 'processes need HOST:PORT',
+    f'{SYNCER} --init=there': 'that of its task',
+    f'{SYNCER} --listen=0.0.0.0:0': 'give tls',
+    f'{LEARNER} --syncer=10.0.0.1:7070': 'give tls',
+    'train --config=stdlib_lm:tiny --config.data.corpus=/nonexistent': '/nonexistent',
     'restore --workdir={folder}': 'its syncer has written nothing there',
   }.items(),
 )

@@ -180,7 +180,12 @@ class Supervisor:
     for runner in self._runners.values():
       runner.result()
     self._look()
-    return self._outcome()
+    interrupted = self._interrupts.count > 0
+    # Of few more steps than before all may have been merged: no learner makes one.
+    progress = 1.0 if self._retired else max(self._view.foremost, self._view.progress)
+    learners = [self.statuses[name] for name in self._learners]
+    code, text = _verdict(self.statuses.get(ids.SYNCER), learners, interrupted, progress)
+    return Outcome(code=code, text=text, statuses=self.statuses, interrupted=interrupted)
 
   # --- Fault injection ----------------------------------------------------------------------------
 
@@ -342,13 +347,18 @@ class Supervisor:
 
   async def _end(self) -> None:
     """Ends every process: on its own, on SIGTERM, or by SIGKILL."""
-    natural = self._is_natural_end()
+    asked = self._interrupts.count or self._retiring.is_set()
+    # One program is done: the others may end by themselves.
+    natural = not asked and any(status.state == 'done' for status in self.statuses.values())
     self._stop()
     for child in self._running.values():
       child.thaw()
     self._look()  # the last records of the learners
     if natural:
-      await self._wait(math.inf if self._is_complete() else self._finish_s, interrupts=0)
+      # One of the learners has ended at the last step. Before it, all may have been stopped from
+      # outside: then the syncer would wait for them for ever.
+      complete = self._running.keys() == {ids.SYNCER} and self._view.foremost >= 1.0
+      await self._wait(math.inf if complete else self._finish_s, interrupts=0)
     # The learners first: the syncer merges what they send last.
     for names in ([name for name in self._running if name != ids.SYNCER], [ids.SYNCER]):
       for name in names:
@@ -359,16 +369,6 @@ class Supervisor:
       self._listen('local', f'{name}: did not end on SIGTERM; killed')
       self._cut(name, child)
     await asyncio.wait(self._runners.values())
-
-  def _is_natural_end(self) -> bool:
-    """No signal interrupted, and one program is done: the others may end by themselves."""
-    asked = self._interrupts.count or self._retiring.is_set()
-    return not asked and any(status.state == 'done' for status in self.statuses.values())
-
-  def _is_complete(self) -> bool:
-    """The learners have ended, one of them at the last step. Before it, all may have been stopped
-    from outside: then the syncer would wait for them for ever."""
-    return self._running.keys() == {ids.SYNCER} and self._view.foremost >= 1.0
 
   async def _wait(
     self, seconds: float, interrupts: int, names: Sequence[str] | None = None
@@ -403,15 +403,6 @@ class Supervisor:
   def _stop(self) -> None:
     self._stopping.set()
     self._retiring.set()
-
-  def _outcome(self) -> Outcome:
-    syncer = self.statuses.get(ids.SYNCER)
-    learners = [self.statuses[name] for name in self._learners]
-    interrupted = self._interrupts.count > 0
-    # Of few more steps than before all may have been merged: no learner makes one.
-    progress = 1.0 if self._retired else max(self._view.foremost, self._view.progress)
-    code, text = _verdict(syncer, learners, interrupted, progress)
-    return Outcome(code=code, text=text, statuses=self.statuses, interrupted=interrupted)
 
 
 def _verdict(

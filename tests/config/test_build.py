@@ -27,6 +27,11 @@ def participants(count: int) -> tuple[actions.Participant, ...]:
   )
 
 
+def payloads_of(theta: global_model.Theta, *values: float) -> list[bytes]:
+  """One payload for each learner, all of one value, for codec_up=float32."""
+  return [np.full(theta.master(0).size, value, np.float32).tobytes() for value in values]
+
+
 @pytest.fixture(name='config')
 def _config():
   config = stdlib_lm.get_config('tiny')
@@ -73,11 +78,7 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   theta = global_model.Theta(assembled)
 
   before = theta.master(0)
-  deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
-  payloads = [
-    np.asarray(assembled.codec_up.encode(jnp.asarray(delta))[0]).tobytes() for delta in deltas
-  ]
-  assert not theta.merge(0, participants(2), payloads, ()).failed
+  assert not theta.merge(0, participants(2), payloads_of(theta, 0.25, -1.0), ()).failed
   moved = theta.master(0) - before
   inside = moved != 0  # a fragment is padded with zeros
   np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
@@ -90,8 +91,6 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
   sync.codec_up, sync.outer = 'float32', f'nesterov(learning_rate=1.0, momentum={mu})'
   sync.merge = sync.embedding_merge = 'avg'
   assembled = build.assemble(config)
-  size = global_model.Theta(assembled).master(0).size
-  payloads = [np.full(size, value, np.float32).tobytes() for value in (0.5, 1.5)]
 
   def momentum(theta):
     return np.asarray(theta.arrays()['outer'][0][0].trace).max()
@@ -103,7 +102,7 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
   for given in (participants(2), long):
     theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
     before = theta.master(0)
-    done = theta.merge(0, given, payloads, ())
+    done = theta.merge(0, given, payloads_of(theta, 0.5, 1.5), ())
     moved = theta.master(0) - before
     np.testing.assert_allclose(moved[moved != 0], -(1 + mu), rtol=1e-3)
     assert again.redo(0, given, (), done.gradient).digest == done.digest
@@ -118,7 +117,7 @@ def test_where_the_run_goes_on_from_one_learner_the_fragment_becomes_its_value(c
   assembled = build.assemble(config)
   theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
   before = theta.master(0)
-  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (0.25, 1.0)]
+  payloads = payloads_of(theta, 0.25, 1.0)
   first, other = participants(2)
   given = first, dataclasses.replace(other, apart=True)
   lengths_MxT = np.stack([theta.lengths(0, payload) for payload in payloads])
@@ -138,11 +137,10 @@ def test_a_payload_of_a_slow_link_that_missed_a_sync_counts_less(config, slow):
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
   before = theta.master(0)
-  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
   fresh, old = participants(2)
   fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
   old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period, slow=slow)
-  assert not theta.merge(0, (fresh, old), payloads, ()).failed
+  assert not theta.merge(0, (fresh, old), payloads_of(theta, 1.0, -1.0), ()).failed
   moved = theta.master(0) - before
   # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 2.
   second = 1.0 if slow else 2.0
@@ -255,6 +253,7 @@ def test_an_edited_task_is_the_one_that_is_built(config, tmp_path):
 def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule():
   """Of nearly orthogonal pseudo-gradients rda keeps the length, and avg does not."""
   config = stdlib_lm.get_config('moe')
+  config.sync.fragments = 4
   config.sync.outer = 'sgd(learning_rate=1.0)'
   assembled = build.assemble(config)
   labels = [fragments.labels(assembled.layout, p) for p in range(config.sync.fragments)]

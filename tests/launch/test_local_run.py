@@ -176,18 +176,14 @@ def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
     run_folder.open_workdir(config, run, resume=True, alone=True)
 
 
-def test_a_run_continues_with_its_own_config_only(config, tmp_path):
-  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  config.sync.gamma = 0.1
-  with pytest.raises(
-    ValueError, match='sync.gamma is 0.1 here, 0.9 there.*`train --resume` without --config'
-  ):
-    run_folder.open_workdir(config, workdir, resume=True, changed=['sync.gamma'])
-
-
-def test_a_lower_rate_is_for_who_asks_for_it(config, tmp_path):
+def test_a_run_continues_with_its_own_config_and_a_lower_rate_if_asked_for(config, tmp_path):
   """Else an edited config in a notebook would continue a run that was started with another one."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  config.sync.gamma = 0.1
+  match = 'sync.gamma is 0.1 here, 0.9 there.*`train --resume` without --config'
+  with pytest.raises(ValueError, match=match):
+    run_folder.open_workdir(config, workdir, resume=True, changed=['sync.gamma'])
+  config.sync.gamma = 0.9
   config.optimizer.learning_rate /= 2
   with pytest.raises(ValueError, match='optimizer.learning_rate is'):
     run_folder.open_workdir(config, workdir, resume=True)
@@ -262,27 +258,21 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config,
 
 
 @pytest.mark.parametrize(
-  'workdir, words',
+  'workdir, resume, corpus, match',
   [
-    (None, '--resume needs --workdir'),
-    ('nowhere', 'there is no run in'),
+    (None, True, 'stdlib', '--resume needs --workdir'),
+    ('nowhere', True, 'stdlib', 'there is no run in'),
+    ('run', False, 'texts', 'texts. has no text, only no files: use'),
+    ('/proc/run', False, 'stdlib', 'cannot write /proc/run .* choose another folder'),
   ],
 )
-def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
-  with pytest.raises(ValueError, match=words):
-    run_folder.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
-
-
-def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path):
-  config.data.corpus = str(tmp_path / 'texts')
-  with pytest.raises(ValueError, match='texts. has no text, only no files: use'):
-    run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  assert not (tmp_path / 'run').exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused(config):
-  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another folder'):
-    run_folder.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
+def test_a_folder_that_cannot_be_is_refused_and_not_made(
+  config, tmp_path, workdir, resume, corpus, match
+):
+  config.data.corpus = corpus if corpus == 'stdlib' else str(tmp_path / corpus)
+  with pytest.raises(ValueError, match=match):
+    run_folder.open_workdir(config, tmp_path / workdir if workdir else None, resume=resume)
+  assert not [*tmp_path.iterdir()]
 
 
 def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):

@@ -160,7 +160,6 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
 @pytest.mark.parametrize(
   ('words', 'environment', 'code', 'text'),
   [
-    ([], {}, exits.NEVER_RETRY, '--pathways needs --controller=single'),
     (
       ['--controller=single', '--config.sync.learners=3'],
       {},

@@ -84,7 +84,6 @@ def test_systemd_finds_no_error(folder):
   [
     (('--config.mesh.hosts=2',), 'a unit is one program of one machine; see --engine=gke'),
     (('--workdir=',), '--workdir=FOLDER'),
-    (('--port=7070',), '--port applies to --engine=slurm only'),
   ],
 )
 def test_what_is_missing_or_wrong_is_named(folder, flags, words):

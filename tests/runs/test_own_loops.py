@@ -168,10 +168,3 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
     for _ in peer.steps():
       own = peer.sync(own, tokens=1)
   assert syncer.end() == 0, syncer
-
-
-def test_a_syncer_that_cannot_work_is_refused_in_one_line(start, tmp_path):
-  flags = f'--workdir={tmp_path / "run"}', '--config=stdlib_lm:tiny', '--init=there'
-  refused = start(*programs.diloco('syncer', *flags))
-  assert refused.end() == 42 and refused.text.count('error: ') == 1, refused
-  assert 'that of its task' in refused.text, refused

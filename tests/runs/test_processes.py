@@ -91,23 +91,6 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
 
 
-@pytest.mark.parametrize(
-  'command,flags,words',
-  [
-    ('train', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
-    ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], 'give tls'),
-    (
-      'learner',
-      ['--workdir={tmp}', '--learner=l0', '--syncer=10.0.0.1:7070'],
-      'give tls',
-    ),
-  ],
-)
-def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, command, flags, words):
-  program = start(command, CONFIG, *(flag.format(tmp=tmp_path) for flag in flags))
-  assert words in _refusal(program)
-
-
 @pytest.mark.long
 def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path):
   """Another model, a second process with one id, a port or a folder in use: each is refused, and

@@ -132,8 +132,9 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
   policy = {'podSelector': {'matchLabels': labels()}, **rules}
   documents.append(document('networking.k8s.io/v1', 'NetworkPolicy', policy))
 
-  job = _job(program, {'metadata': metadata, 'spec': pod})
-  job_set = document('jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, job))
+  job_set = document(
+    'jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, {'metadata': metadata, 'spec': pod})
+  )
   if program.hosts > 1:  # all pods on the nodes of one slice, and no other pod there
     key = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
     job_set['metadata']['annotations'] = {key: 'cloud.google.com/gke-nodepool'}
@@ -142,25 +143,22 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
   return [*documents, job_set]
 
 
-def _job_set(program: spec_lib.Program, job: dict[str, Any]) -> dict[str, Any]:
+def _job_set(program: spec_lib.Program, pod: dict[str, Any]) -> dict[str, Any]:
+  codes = {'containerName': program.role, 'operator': 'In', 'values': [exits.NEVER_RETRY]}
+  job = {
+    'parallelism': program.hosts,
+    'completions': program.hosts,
+    'completionMode': 'Indexed',
+    'backoffLimit': 0,
+    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': codes}]},
+    'template': pod,
+  }
   never = {'name': 'never', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
   several = program.hosts > 1  # the Service of the syncer has the name that a JobSet's would have
   return {
     'network': {'enableDNSHostnames': several, 'publishNotReadyAddresses': several},
     'failurePolicy': {'maxRestarts': _UNLIMITED, 'rules': [never]},
     'replicatedJobs': [{'name': 'hosts', 'replicas': 1, 'template': {'spec': job}}],
-  }
-
-
-def _job(program: spec_lib.Program, template: dict[str, Any]) -> dict[str, Any]:
-  codes = {'containerName': program.role, 'operator': 'In', 'values': [exits.NEVER_RETRY]}
-  return {
-    'parallelism': program.hosts,
-    'completions': program.hosts,
-    'completionMode': 'Indexed',
-    'backoffLimit': 0,
-    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': codes}]},
-    'template': template,
   }
 
 

@@ -7,6 +7,9 @@ import math
 import os
 import pathlib
 import re
+import subprocess
+import sys
+import types
 from collections.abc import Mapping
 
 from absl.testing import flagsaver
@@ -45,16 +48,28 @@ def request(
   return spec_lib.Request(config=loaded, config_flags=given, topology=topology, **rest)
 
 
-def texts(asked: spec_lib.Request, **more) -> dict[str, str]:
-  """What `diloco launch --engine=gke` writes, whatever the certificates are; `more`: flags of the
-  engine. Raises ValueError: what it needs."""
-  with flagsaver.flagsaver(**{**GIVEN, **more}):
-    known = gke.known(asked)
+def render(engine: types.ModuleType, asked: spec_lib.Request, **flags) -> dict[str, str]:
+  """What `diloco launch` with an engine writes, whatever the certificates are; `flags`: those of
+  the engine. Raises ValueError: what it needs."""
+  with flagsaver.flagsaver(**flags):
+    known = engine.known(asked)
     described = spec_lib.make(asked, known)
-    needs = gke.needs(described, asked)
+    needs = engine.needs(described, asked)
     if missing := [text for text, is_met in needs.items() if not is_met]:
       raise ValueError('; '.join(missing))
-    return gke.render(described, asked, known)
+    return engine.render(described, asked, known)
+
+
+def texts(asked: spec_lib.Request, **flags) -> dict[str, str]:
+  """The same of the engine gke."""
+  return render(gke, asked, **{**GIVEN, **flags})
+
+
+def require_no_warning(*scripts: pathlib.Path) -> None:
+  """Fails unless shellcheck has no warning."""
+  command = [pathlib.Path(sys.executable).parent / 'shellcheck', *scripts]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout
 
 
 def require_golden(texts_by_name: Mapping[str, str], engine: str) -> None:

@@ -7,26 +7,22 @@ on it dies at once. Ray has an environment of its own, made once in .cache/.
 import contextlib
 import fcntl
 import json
-import os
 import pathlib
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 
 from diloco_jax.certs import authority, proofs
 from diloco_jax.report import records as records_lib
+from tests import programs
 from tests.runs.lib import slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 VERSION = '2.60.0'
 DEADLINE_S = 600
-_ENVIRONMENT = ROOT / '.cache' / f'ray-{VERSION}'
+_ENVIRONMENT = programs.ROOT / '.cache' / f'ray-{VERSION}'
 _PATIENCE = 'raylet_start_wait_time_s = '  # a constant of Ray: on a busy machine 30 s are too few
 
 
@@ -46,15 +42,6 @@ def python() -> str:
       node.write_text(text.replace(f'{_PATIENCE}30\n', f'{_PATIENCE}600\n'))
       ready.touch()
   return interpreter
-
-
-def until(true: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-  """Waits for a true value and returns it."""
-  end_s = time.monotonic() + deadline_s
-  while not (value := true()):
-    assert time.monotonic() < end_s, f'not within {deadline_s:g} s: {what}'
-    time.sleep(0.1)
-  return value
 
 
 class Cluster:
@@ -119,18 +106,15 @@ def start(folder: pathlib.Path, machines: dict[str, dict[str, int]]) -> Iterator
       cluster.kill(name)
 
 
-class Launched:
+class Launched(programs.Program):
   """`diloco launch --engine=ray`, and what it has written. Made by `launch`."""
 
-  def __init__(self, process: subprocess.Popen, workdir: pathlib.Path):
-    self.process, self.workdir = process, workdir
-    self.lines: list[str] = []
-    threading.Thread(target=self._read, daemon=True).start()
+  def __init__(self, machine: pathlib.Path, *words: str):
+    super().__init__(*programs.diloco('launch', '--engine=ray', *words), MACHINE=str(machine))
+    self.workdir = machine / 'run'
 
-  def _read(self) -> None:
-    with self.process.stdout as lines:
-      for line in lines:
-        self.lines.append(line.rstrip('\n'))
+  def end(self, deadline_s: float = DEADLINE_S) -> int:
+    return super().end(deadline_s)
 
   def said(self, words: str) -> list[str]:
     return [line for line in self.lines if words in line]
@@ -154,13 +138,6 @@ class Launched:
     """Outer steps in which a learner participated."""
     return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
 
-  def end(self, deadline_s: float = DEADLINE_S) -> int:
-    """Waits for the end; returns the exit code."""
-    try:
-      return self.process.wait(deadline_s)
-    finally:
-      print('\n'.join(self.lines))
-
 
 def certify(folder: pathlib.Path, *learners: str) -> pathlib.Path:
   """Makes the certificates of a run."""
@@ -179,28 +156,15 @@ def launch(
   name: str,
 ) -> Iterator[Launched]:
   """Runs `tiny` with slow data; `resources`: of its programs. At the end everything is killed."""
-  own = cluster.folder.parent / name
-  process = subprocess.Popen(
-    [
-      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=ray', '--config=stdlib_lm:tiny'),
-      *(slow_data.FLAG, '--config.mesh.data=1', '--config.train.log_every=1000'),
-      *(f'--tls={certs}', f'--ray_python={python()}', f'--ray_address={cluster.address}'),
-      *(f'--ray_resources={json.dumps(resources)}', '--workdir=$MACHINE/run', *flags),
-    ],
-    cwd=ROOT,
-    env={**os.environ, 'MACHINE': str(own)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    start_new_session=True,
+  launched = Launched(
+    cluster.folder.parent / name,
+    *('--config=stdlib_lm:tiny', slow_data.FLAG),
+    *('--config.mesh.data=1', '--config.train.log_every=1000', '--workdir=$MACHINE/run'),
+    *(f'--tls={certs}', f'--ray_python={python()}', f'--ray_address={cluster.address}'),
+    *(f'--ray_resources={json.dumps(resources)}', *flags),
   )
-  launched = Launched(process, own / 'run')
   try:
     yield launched
-  except BaseException:
-    print('\n'.join(launched.lines))
-    raise
   finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait(DEADLINE_S)
+    launched.kill()
+    print(launched.text)

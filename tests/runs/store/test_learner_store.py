@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -17,9 +16,9 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
+from tests.launch.lib import command_line
 from tests.runs.lib import conductor, promises, slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 DEADLINE_S = 800
 OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 4}
 
@@ -79,17 +78,9 @@ def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket
 
 
 def diloco(*words: str) -> str:
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words],
-    cwd=ROOT,
-    env=local_run.environment(1),
-    text=True,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    timeout=DEADLINE_S,
-  )
-  assert done.returncode == 0, done.stdout
-  return done.stdout
+  done = command_line.diloco(*words, **local_run.environment(1))
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout + done.stderr
 
 
 @pytest.mark.full
@@ -97,14 +88,8 @@ def diloco(*words: str) -> str:
 def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
   """The last time with one learner fewer, on a smaller mesh."""
   store, workdir = f'{bucket.url}/run', f'--workdir={tmp_path / "run"}'
-  diloco(
-    'train',
-    '--config=stdlib_lm:tiny',
-    '--config.train.steps=12',
-    '--config.sync.keep_every=6',
-    f'--config.train.store={store}',
-    workdir,
-  )
+  words = '--config=stdlib_lm:tiny', '--config.train.steps=12', '--config.sync.keep_every=6'
+  diloco('train', *words, f'--config.train.store={store}', workdir)
   place = folders.place(store)
   nodes = [place / 'islands' / name for name in ('l0', 'l1')]
   assert all(folders.checkpoints(node) for node in nodes)
@@ -142,12 +127,8 @@ class TwoHosts(InBucket):
   def _hosts(self, program):
     if program.name != 'l0':
       return conductor_lib.with_more(program, '--config.mesh.fsdp=1')
-    command = [
-      sys.executable,
-      '-c',
-      OWN_DISK.format(self._disk),
-      *program.command[len(cli.PROGRAM) :],
-    ]
+    words = program.command[len(cli.PROGRAM) :]
+    command = [sys.executable, '-c', OWN_DISK.format(self._disk), *words]
     return dataclasses.replace(program, command=command, hosts=({}, {}))
 
   async def carry_out(self) -> None:
