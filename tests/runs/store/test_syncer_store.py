@@ -68,16 +68,7 @@ class Conductor(kills.Conductor):
 def play(workdir: pathlib.Path, plan: tuple[str, ...], **overrides: Any) -> kills.Run:
   make = functools.partial(Conductor, plan=plan, overrides=overrides)
   conducted, left = conductor.play(workdir, make, DEADLINE_S)
-  return kills.Run(
-    **vars(left),
-    plan=conducted.plan,
-    learner_kills=0,
-    pulse=conducted.pulse,
-    asked_ns={},
-    killed_ns=0,
-    site_ns=[],
-    froze_ns=0,
-  )
+  return kills.Run(**vars(left), conducted=conducted)
 
 
 @pytest.fixture(scope='module', name='logged')
