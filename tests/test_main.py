@@ -82,8 +82,6 @@ NO_URL = (
     ),
     f'{OWN_LOOP} --transport_processes=3': 'processes need HOST:PORT',
     f'{SYNCER} --init=there': 'that of its task',
-    f'{SYNCER} --listen=0.0.0.0:0': 'give tls',
-    f'{LEARNER} --syncer=10.0.0.1:7070': 'give tls',
     'train --config=stdlib_lm:tiny --config.data.corpus=/nonexistent': '/nonexistent',
     'restore --workdir={folder}': 'its syncer has written nothing there',
   }.items(),
@@ -93,6 +91,15 @@ def test_what_cannot_be_or_would_do_nothing_is_refused_in_one_line(words, error,
   assert (done.returncode, done.stdout) == (42, '')
   assert done.stderr.count('\n') == 1 and re.search(error, done.stderr), done.stderr
   assert not (ROOT / 'gs:').exists() and not (ROOT / 's3:').exists()
+
+
+@pytest.mark.parametrize(
+  'words', [f'{SYNCER} --listen=0.0.0.0:0', f'{LEARNER} --syncer=10.0.0.1:7070']
+)
+def test_an_address_of_a_network_needs_certificates(words, tmp_path):
+  done = diloco(*words.format(folder=tmp_path).split())
+  assert done.returncode == 42 and done.stderr.count('\n') == 1, done.stderr
+  assert 'give tls' in done.stderr
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """From a config to the objects that learner and syncer must build alike.
 
 The layout of fragments, the codecs and the outer optimizer follow from the config and the shapes of
-the model alone, so processes do not exchange them. The agreement text holds the settings that they
+the model alone, so processes do not exchange them. The agreement text has the settings that they
 follow from, and digests of the layout and of the data, which prove that learner and syncer built
 the same ones.
 
@@ -55,8 +55,8 @@ class Assembly:
 
   @property
   def codec_log(self) -> codecs.Codec:
-    """Of the merged outer gradient, in the log and for the outer optimizer: that of a payload. Four
-    or two bits would be too few, since no later outer step makes up for what they lose."""
+    """The codec of the merged outer gradient, in the log and for the outer optimizer.
+    Four or two bits would be too few, since no later outer step makes up for what they lose."""
     return codecs.get('int8') if self.codec_up.name in ('int4', 'int2') else self.codec_up
 
   @property
@@ -74,13 +74,13 @@ class Assembly:
 
   @property
   def of_the_model(self) -> set[str]:
-    """The things that who reads the trained model reads again."""
+    """The things that a reader of the trained model reads again."""
     frozen = self.task and fragments.FROZEN in map(self.task.label, self.never_sent)
     return {'task', brought.MODEL} if frozen else {'task'}
 
   @property
   def parameters(self) -> int:
-    """How many are exchanged."""
+    """How many parameters are exchanged."""
     return sum(self.layout.parameters(p) for p in range(self.layout.num_fragments))
 
   @property

@@ -1,4 +1,4 @@
-"""Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
+"""Loads the config that a command or a notebook names; writes and reads config.json of a run."""
 
 import contextlib
 import glob

@@ -200,7 +200,7 @@ class Config:
       for name, value in self.flat().items()
       if name.startswith(shared) and name not in own
     }
-    # As the path of a task, that of a file with a rule may differ.
+    # The path of a file with a rule may differ, like the path of a task.
     short = lambda value: re.sub(r'^.*/(?=[^/]+\.py:)', '', value)
     return {
       name: short(value) if isinstance(value, str) else value for name, value in values.items()

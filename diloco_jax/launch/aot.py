@@ -1,7 +1,7 @@
 """What the TPU compiler says of a config, on a machine without TPUs: `look_up` makes its topology,
 `compile_all` compiles a learner's functions for it, `verdict` says whether they fit.
 
-Sizes are those of one chip, in bytes.
+All sizes are bytes on one chip.
 """
 
 import collections
@@ -103,7 +103,7 @@ class CompiledLearner:
 
   Attributes:
     kind: of the fragment that takes the most memory.
-    arrays: what a chip holds all the time, each fragment captured.
+    arrays: bytes that are on a chip all the time, with every fragment captured.
     flops: of a step on a chip, by the formula of the task; 0: it has none.
   """
 
@@ -170,7 +170,7 @@ class CompiledLearner:
 
 
 def _bytes(tree: Any) -> int:
-  """The part of one device."""
+  """The bytes of arrays on one device."""
   import jax
 
   part = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -204,7 +204,7 @@ def _compile(name: str, lower: Any) -> Function:
 
 
 def peak(arrays: Mapping[str, int], function: Function) -> int:
-  """What a chip holds while a function runs, at most."""
+  """The most bytes on a chip while a function runs."""
   return sum(arrays.values()) + function.outputs + function.temporaries
 
 
@@ -213,11 +213,11 @@ def verdict(hbm: int, arrays: Mapping[str, int], functions: list[Function]) -> s
 
   Args:
     hbm: of a chip.
-    arrays: what a learner holds all the time.
-    functions: what it runs beside them, one at a time.
+    arrays: bytes that are on a chip all the time.
+    functions: they run one at a time, each with its bytes beside `arrays`.
 
   Raises:
-    DoesNotFit: it is more than that.
+    DoesNotFit: all of it is more than `hbm`.
   """
   fullest = max(functions, key=lambda function: peak(arrays, function), default=None)
   most = sum(function.code for function in functions)

@@ -202,8 +202,8 @@ def run_command(module: types.ModuleType) -> NoReturn:
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """Calls absl's app.run with the exit codes of process/exits.py. Without --config the config is
-  that of the run in --workdir, if there is one, else `default_config`. With `positional`, `main`
+  """Calls absl's app.run with the exit codes of process/exits.py. Without --config it uses the
+  config of the run in --workdir, if there is one, else `default_config`. With `positional`, `main`
   gets the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   workdir = _value(argv, 'workdir')
@@ -293,7 +293,7 @@ def reading_a_model() -> Iterator[None]:
 
 
 def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-  """Calls `main`; returns its exit code, or that of its error (process/exits.py)."""
+  """Calls `main`; returns its exit code, or the one that stands for its error."""
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
   os.umask(0o077)  # weights, tapes and keys are for this user

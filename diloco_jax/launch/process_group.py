@@ -29,7 +29,8 @@ class Group:
 
   async def wait(self) -> tuple[int, str]:
     """Returns an exit code and how its process ended, once all have ended: 42 if a host ended with
-    it, else that of the first one that failed. After the end of one the others have a while."""
+    it, else the exit code of the first host that failed. After the end of a host the others have
+    LAST_WORDS_S or TOGETHER_S."""
     ends: list[tuple[int, int]] = []
 
     async def wait_for(host: int) -> None:

@@ -40,7 +40,7 @@ class Program:
     name: 'syncer', or the id of a learner.
     role: SYNCER or LEARNER.
     argv: its command, which begins with 'diloco', where an engine puts its interpreter (`command`);
-      or that of the user's own loop.
+      or the command of the user's own loop.
     environment: what it needs beside the environment of its machine.
     hosts: the machines on which the command runs at the same time, more than one for a learner of
       several hosts; they start and end together.
@@ -82,10 +82,10 @@ class Request:
   Attributes:
     config: of the run.
     config_flags: the same on the command line of a program.
-    name: of the run; '': that of the config.
+    name: of the run; '': `config.name`.
     workdir: the folder of the run; '': the engine chooses one.
-    tls: the folder of this machine that `diloco certs` made, or that of one program; '': no
-      certificates.
+    tls: the folder of this machine that `diloco certs` made, or the folder of one program in it;
+      '': no certificates.
     topology: of the TPU slice of each learner; '' or CPU: config.mesh.hosts other machines.
     syncer: the address of a syncer that runs elsewhere, or ALONE; '': it is part of the run.
     loop: the command of each learner of a run of own loops, in which {learner}, {syncer},

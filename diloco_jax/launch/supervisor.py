@@ -257,7 +257,7 @@ class Supervisor:
       await self._pause(program.name, pause_s)
 
   async def _live(self, program: LocalProgram) -> tuple[int | None, str, float]:
-    """Runs one process, or those of all hosts; returns the exit code, how it ended, and its running
+    """Runs one process, or one for each host; returns the exit code, how it ended, and its running
     time in seconds. The code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
     try:

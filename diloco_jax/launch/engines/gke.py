@@ -67,7 +67,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
   config, tokenizer = request.config, request.config.data.tokenizer
   alone = all(program.hosts == 1 for program in described.programs)
   stored = config.train.store.startswith(folders.BUCKET) or (alone and _WITHOUT_STORE.value)
-  paths = {  # those of this machine are not in an image; an absolute one may be of the image
+  paths = {  # an image has no file of this machine; an absolute path may be one in the image
     'task': config.task if '.py:' in config.task else '',
     'data.corpus': config.data.corpus,
     'data.tokenizer': '' if '(' in tokenizer else tokenizer,

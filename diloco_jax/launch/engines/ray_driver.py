@@ -98,7 +98,7 @@ class Host:
     return self._process.returncode
 
   def exchange(self, address: str) -> tuple[list[str], bytes, str]:
-    """Takes the address of the syncer. Returns the new lines of the process, its new records, and,
+    """Writes the address of the syncer. Returns the new lines of the process, its new records, and,
     if it is the syncer, the address that it has written."""
     now = self._address.read_text('utf-8') if self._address.exists() else ''
     if self._name != SYNCER and address not in ('', now):
@@ -264,14 +264,14 @@ def write(path: pathlib.Path, data: bytes, writer: str) -> None:
 
 
 def verdict(ends: list[tuple[int, int]], never_retry: int) -> int:
-  """The exit code of a program, from those of its hosts in the order of their ends: that of one
-  that must not be started again, or else of the first failure."""
+  """The exit code of a program, from (host, exit code) in the order of their ends: `never_retry` if
+  a host ended with it, else the code of the first host that failed."""
   _, code = min(ends, key=lambda end: (end[1] != never_retry, end[1] == 0))
   return code if code >= 0 else 128 - code
 
 
 def describe(error: Exception) -> str:
-  """The line of an error of Ray that says what happened: of one in an actor's code, the last."""
+  """The line of an error of Ray that says what happened: the last one if it is from an actor."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return lines[-1 if 'ray::' in lines[0] else 0][:200]
 
