@@ -176,7 +176,7 @@ def test_the_processes_of_many_seeds_start_beside_any_files(beside, tmp_path_fac
   script.write_text(
     'from diloco_jax import __main__\nif __name__ == "__main__":\n  __main__.main()\n', 'utf-8'
   )
-  command = [sys.executable, script, 'simulate', '--seeds=0:4', '--jobs=2']
+  command = [sys.executable, script, 'simulate', '--seeds=0:2', '--jobs=2']
   environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
   done = subprocess.run(command, cwd=beside, env=environment, capture_output=True, encoding='utf-8')
   assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import exits
 from diloco_jax.protocol import config as config_lib
@@ -42,8 +42,7 @@ def test_every_variant_is_valid_and_survives_json(variant):
 
 @pytest.mark.parametrize('path', sorted((_ROOT / 'experiments').glob('configs/*.py')), ids=str)
 def test_every_config_of_an_experiment_is_valid(path):
-  done = launched(f'--config={path}')
-  assert done.returncode == 0, done.stderr
+  load.load(str(path)).validate()
 
 
 @pytest.mark.parametrize('field', [f for f, row in config_lib.TABLE.items() if '.' in row.name])

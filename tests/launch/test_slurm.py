@@ -10,9 +10,8 @@ import time
 import pytest
 
 from diloco_jax.process import run_folder
-from diloco_jax.report import records as records_lib
 from tests.launch.lib import command_line
-from tests.runs.lib import ray_cluster, slow_data, slurm_cluster
+from tests.runs.lib import ray_cluster, records, slow_data, slurm_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -28,7 +27,7 @@ def _cluster(tmp_path):
     print(log.name, *log.read_text().splitlines()[-30:], sep='\n')
 
 
-class Run:
+class Run(records.Watched):
   """A run that its script submits.
 
   Attributes:
@@ -59,15 +58,6 @@ class Run:
   def task(self, learner: str) -> str:
     """The job of one learner."""
     return f'{self.learners}_{learner[1:]}'
-
-  def facts(self, process: str, name: str) -> list[dict]:
-    if not (self.workdir / records_lib.RECORDS).is_dir():
-      return []
-    facts = records_lib.records(self.workdir)
-    return [fact for fact in facts if fact['process'] == process and fact['name'] == name]
-
-  def merges(self, learner: str) -> int:
-    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
 
   def until_merged(self, *learners: str) -> None:
     """Waits until each of them has been in some more outer steps."""

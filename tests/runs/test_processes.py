@@ -1,7 +1,6 @@
 """Real processes: Ctrl-C and resume, refusals."""
 
 import contextlib
-import json
 import pathlib
 import shlex
 import signal
@@ -11,7 +10,7 @@ import psutil
 import pytest
 
 from tests import programs
-from tests.runs.lib import conductor, slow_data
+from tests.runs.lib import conductor, records, slow_data
 
 CONFIG = '--config=stdlib_lm:tiny'
 
@@ -25,11 +24,6 @@ def _start():
       return start(*(learner if paced else programs.diloco(command)), *flags)
 
     yield start_command
-
-
-def _facts(workdir: pathlib.Path, process: str) -> list[dict]:
-  lines = (workdir / 'records' / f'{process}.jsonl').read_text().splitlines()
-  return [json.loads(line) for line in lines]
 
 
 def _refusal(program: programs.Program) -> str:
@@ -86,7 +80,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   shared = {str(path): oct(path.lstat().st_mode) for path in paths if path.lstat().st_mode & 0o077}
   assert len(paths) > 50 and not shared, 'other users can read it'
   assert any('continues from its checkpoint' in line for line in second.lines)
-  ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
+  ledger = records.facts(workdir, 'syncer', 'ledger')[-1]
   discarded = sum(ledger['discarded'].values())
   assert ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
 
@@ -134,12 +128,8 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
 
   assert first.running and syncer.running
   first.wait_for('completed step')  # and it still trains
-  lost = [
-    fact
-    for fact in _facts(tmp_path / 's', 'syncer')
-    if fact['name'] == 'member' and fact['state'] == 'lost'
-  ]
-  assert not lost
+  members = records.facts(tmp_path / 's', 'syncer', 'member')
+  assert not [fact for fact in members if fact['state'] == 'lost']
   for program in (first, syncer):
     program.send(signal.SIGTERM)
     assert program.end() == 0, program.lines

@@ -11,14 +11,12 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 
 from diloco_jax.certs import authority, proofs
-from diloco_jax.report import records as records_lib
 from tests import programs
-from tests.runs.lib import slow_data
+from tests.runs.lib import records, slow_data
 
 VERSION = '2.60.0'
 DEADLINE_S = 600
@@ -106,7 +104,7 @@ def start(folder: pathlib.Path, machines: dict[str, dict[str, int]]) -> Iterator
       cluster.kill(name)
 
 
-class Launched(programs.Program):
+class Launched(programs.Program, records.Watched):
   """`diloco launch --engine=ray`, and what it has written. Made by `launch`."""
 
   def __init__(self, machine: pathlib.Path, *words: str):
@@ -119,13 +117,6 @@ class Launched(programs.Program):
   def said(self, words: str) -> list[str]:
     return [line for line in self.lines if words in line]
 
-  def facts(self, process: str, name: str) -> list[dict[str, Any]]:
-    """Facts of a program so far, as this machine has them."""
-    if not (self.workdir / records_lib.RECORDS).is_dir():
-      return []
-    facts = records_lib.records(self.workdir)
-    return [fact for fact in facts if fact['process'] == process and fact['name'] == name]
-
   def joined(self, learner: str) -> list[int]:
     """The incarnations with which a learner has joined, as the syncer says."""
     return [
@@ -133,10 +124,6 @@ class Launched(programs.Program):
       for fact in self.facts('syncer', 'member')
       if fact['learner'] == learner and fact['state'] == 'joined'
     ]
-
-  def merges(self, learner: str) -> int:
-    """Outer steps in which a learner participated."""
-    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
 
 
 def certify(folder: pathlib.Path, *learners: str) -> pathlib.Path:

@@ -4,7 +4,6 @@ A killed learner comes back with its moments from there, or with those of anothe
 """
 
 import dataclasses
-import json
 import pathlib
 import re
 import sys
@@ -17,7 +16,7 @@ from diloco_jax.storage import folders
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.launch.lib import command_line
-from tests.runs.lib import conductor, promises, slow_data
+from tests.runs.lib import conductor, promises, records, slow_data
 
 DEADLINE_S = 800
 OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 4}
@@ -100,8 +99,7 @@ def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
   assert str(place / 'aside-1') in said and 'l1 is not in this config' in said
   diloco('train', '--resume', workdir)
   assert log.read_text().count('l0 continues from its checkpoint at clock') == 2
-  rows = (tmp_path / 'run' / 'records' / 'syncer.jsonl').read_text().splitlines()
-  ledger = [fact for fact in map(json.loads, rows) if fact['name'] == 'ledger'][-1]
+  ledger = records.facts(tmp_path / 'run', 'syncer', 'ledger')[-1]
   assert chaos_report.balance(ledger) == 0, ledger
   row = ledger['learners'].get('l1')  # closed: none of its tokens is unsettled
   assert row is None or row['tokens'] * ledger['fragments'] == row['merged'] + row['discarded']
