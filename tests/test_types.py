@@ -21,7 +21,7 @@ WRONG = {
 }
 
 
-def checked(*words: str) -> str:
+def check(*words: str) -> str:
   """What a checker prints."""
   command = [sys.executable, '-m', *words]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ def checked(*words: str) -> str:
 def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_modules(public):
   modules = [f'diloco_jax/{name}' for name in public]
   output = json.loads(
-    checked(
+    check(
       'pyright',
       '--pythonversion=3.12',  # from which on arrays are buffers
       f'--pythonpath={sys.executable}',
@@ -52,7 +52,7 @@ def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_m
 
 @pytest.mark.full
 def test_mypy_finds_the_same_in_a_users_file(tmp_path: pathlib.Path):
-  output = checked('mypy', '--follow-imports=silent', f'--cache-dir={tmp_path}', str(USER))
+  output = check('mypy', '--follow-imports=silent', f'--cache-dir={tmp_path}', str(USER))
   assert {int(line) for line in re.findall(r'user\.py:(\d+): error', output)} == WRONG, output
 
 

@@ -61,7 +61,7 @@ def load(name: str) -> run_config.Config:
   return config
 
 
-def shipped() -> list[str]:
+def list_shipped() -> list[str]:
   """NAME:VARIANT of each config of the package."""
   names = []
   for path in sorted(_SHIPPED.glob('[!_]*.py')):

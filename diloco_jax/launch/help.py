@@ -71,6 +71,6 @@ def words(module: types.ModuleType) -> list[str]:
   own = {flag.name: flag for flag in flags.FLAGS.get_key_flags_for_module(module)}
   runs = folder_lib.runs()
   words = [f'--{name}' + '=' * (not flag.boolean) for name, flag in own.items()]
-  words += [f'--config={name}' for name in load.shipped()] if 'config' in own else []
+  words += [f'--config={name}' for name in load.list_shipped()] if 'config' in own else []
   words += [f'--workdir={run}' for run in runs] if 'workdir' in own else []
   return sorted(words) + (runs if getattr(module, 'POSITIONAL', False) else [])

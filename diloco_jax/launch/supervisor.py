@@ -236,7 +236,7 @@ class Supervisor:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
     pauses = restarts.Restarts(self._draw)
     while not self._ending(program.name).is_set():
-      code, why, lived_s = await self._live(program)
+      code, why, lived_s = await self._run_process(program)
       pause_s = self._pauses.pop(program.name, None)
       end = exits.end(code)
       ended = end == exits.NEVER or (end == exits.DONE and pause_s is None)
@@ -256,7 +256,7 @@ class Supervisor:
         pauses.requested()
       await self._pause(program.name, pause_s)
 
-  async def _live(self, program: LocalProgram) -> tuple[int | None, str, float]:
+  async def _run_process(self, program: LocalProgram) -> tuple[int | None, str, float]:
     """Runs one process, or one for each host; returns the exit code, how it ended, and its running
     time in seconds. The code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]

@@ -155,20 +155,20 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
   theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
   rng = np.random.default_rng(0)
 
-  def merged(model: global_model.Theta) -> int:
+  def merge_drawn(model: global_model.Theta) -> int:
     delta = jnp.asarray(rng.standard_normal(assembled.layout.size(1)), jnp.float32)
     payload = np.asarray(assembled.codec_up.encode(delta)[0]).tobytes()
     done = model.merge(1, participants(1), [payload], ())
     assert not done.failed
     return done.digest
 
-  merged(theta)
+  merge_drawn(theta)
   arrays = jax.tree.map(np.array, theta.arrays())
   again.restore(jax.tree.map(jnp.asarray, arrays), theta.versions)
   rng = np.random.default_rng(1)
-  first = merged(theta)
+  first = merge_drawn(theta)
   rng = np.random.default_rng(1)
-  assert merged(again) == first
+  assert merge_drawn(again) == first
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ cli.run_main(main, default_config='stdlib_lm:cpu')
 """
 
 
-def launched(*flags: str) -> subprocess.CompletedProcess:
+def launch(*flags: str) -> subprocess.CompletedProcess:
   """A program that defines --config, run with these flags from the root of the repo."""
   return command_line.python('-c', _PROGRAM, *flags)
 
@@ -192,7 +192,7 @@ def test_learner_ids_sort_as_they_count():
 def test_overrides_arrive_and_can_be_passed_on_without_jax():
   """Set, clear, a switch; and the flags that make the same config elsewhere."""
   streaming = '--config=stdlib_lm:streaming'
-  done = launched(
+  done = launch(
     '--config.sync.quorum=2',
     '--config=ignored.py',
     streaming,
@@ -205,7 +205,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   assert (flat['name'], flat['sync.quorum'], flat['sync.max_lag']) == ('streaming', 2, None)
   assert (flat['model.scan'], flat['model.tied_head']) == (True, False)
   assert not jax_imported
-  assert json.loads(launched(*flags).stdout)[0] == flat
+  assert json.loads(launch(*flags).stdout)[0] == flat
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   ],
 )
 def test_a_wrong_command_is_one_line_and_42(flags, words):
-  done = launched(*flags)
+  done = launch(*flags)
   assert done.returncode == exits.NEVER_RETRY
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
   assert words in done.stderr
@@ -235,16 +235,16 @@ def test_a_wrong_command_is_one_line_and_42(flags, words):
 def test_a_flag_file_may_have_the_config_and_its_overrides(tmp_path):
   (tmp_path / 'inner').write_text('--config.sync.quorum=2\n')
   (tmp_path / 'flags').write_text(f'--config=stdlib_lm:tiny\n--flagfile={tmp_path}/inner\n')
-  done = launched(f'--flagfile={tmp_path}/flags', '--config.train.steps=9')
+  done = launch(f'--flagfile={tmp_path}/flags', '--config.train.steps=9')
   assert done.returncode == 0, done.stderr
   flat, words, _ = json.loads(done.stdout)
   assert (flat['name'], flat['sync.quorum'], flat['train.steps']) == ('tiny', 2, 9)
   assert words[0] == '--config=stdlib_lm:tiny'
-  done = launched(f'--flagfile={tmp_path}/nowhere')
+  done = launch(f'--flagfile={tmp_path}/nowhere')
   assert done.returncode == exits.NEVER_RETRY and 'nowhere' in done.stderr
 
 
 def test_a_field_that_is_given_as_a_flag_is_named():
-  done = launched('--steps=30')
+  done = launch('--steps=30')
   assert done.returncode == exits.NEVER_RETRY
   assert "'steps'" in done.stderr and 'In the config: --config.train.steps' in done.stderr

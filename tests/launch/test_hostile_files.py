@@ -77,7 +77,7 @@ NUMBERS = (
 )
 
 
-def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
+def _resave(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   """Changes the record of a checkpoint, or a lineage; its digest is right."""
   values = json_files.opened(json.loads(path.read_bytes()))
   change(values['manifest']['record'] if 'manifest' in values else values)
@@ -99,7 +99,7 @@ def test_a_checkpoint_with_a_name_or_a_number_that_is_none_is_passed_over(whole,
   before = place.read_bytes()
   try:
     for value in values:
-      _resaved(place, _set(*way, to=value))
+      _resave(place, _set(*way, to=value))
       with pytest.raises((ValueError, states.StateError)):
         restore._require_state(states.read(folder).record['protocol'], folder)
     assert restores._choose(whole / 'run').clock == 105
@@ -112,7 +112,7 @@ def test_a_lineage_with_a_name_that_is_none_is_refused(tmp_path):
   assert len(NAMES) >= 60
   lineage_lib.write(tmp_path, lineage_lib.Lineage(gone=('l0',)))
   for name in NAMES:
-    _resaved(tmp_path / lineage_lib.FILE, _set('gone', to=[name]))
+    _resave(tmp_path / lineage_lib.FILE, _set('gone', to=[name]))
     with pytest.raises(ValueError, match='does not read back'):
       lineage_lib.read(tmp_path)
 
@@ -312,7 +312,7 @@ def _records(assembled, tmp_path_factory) -> list[wal.Record]:
   return records
 
 
-def _written(
+def _write_log(
   folder: pathlib.Path,
   assembled,
   records: list[wal.Record],
@@ -336,7 +336,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
   theta, accepted = global_model.Theta(assembled), []
   for name, change in {'as it was': None, **REWRITES}.items():
     folder = tmp_path / name
-    _written(folder / 'wal', assembled, records, change).close()
+    _write_log(folder / 'wal', assembled, records, change).close()
     before = _tree(folder / 'wal')
     theta.forget()
     log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)

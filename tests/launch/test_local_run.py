@@ -191,7 +191,7 @@ def test_a_run_continues_with_its_own_config_and_a_lower_rate_if_asked_for(confi
   assert load.read(workdir).optimizer.learning_rate == config.optimizer.learning_rate
 
 
-def _ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -> pathlib.Path:
+def _make_ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -> pathlib.Path:
   """A run that was trained to its last step; `left`: what was not done then."""
   run_folder.open_workdir(config, workdir, resume=False, alone=alone)
   steps, last = config.train.steps, 'l0' if alone else 'syncer'
@@ -222,7 +222,7 @@ def test_a_run_that_has_ended_is_not_started_without_more_steps(
   config, tmp_path, command, alone, words
 ):
   """Else all starts count in its goodput, and it would be reported once more."""
-  workdir = _ended(config, tmp_path / 'run', alone)
+  workdir = _make_ended(config, tmp_path / 'run', alone)
   files_before = {path: path.stat().st_mtime_ns for path in workdir.rglob('*')}
   words = [word.format(workdir=workdir) for word in words]
   done = diloco(command, '--resume', f'--workdir={workdir}', *words)
@@ -234,20 +234,20 @@ def test_a_run_that_has_ended_is_not_started_without_more_steps(
 
 @pytest.mark.parametrize('left', ['step', 'evaluation', 'save', 'model'])
 def test_a_run_whose_end_was_interrupted_is_continued(config, tmp_path, left):
-  workdir = _ended(config, tmp_path / 'run', left=left)
+  workdir = _make_ended(config, tmp_path / 'run', left=left)
   assert run_folder.open_workdir(config, workdir, resume=True) == workdir
 
 
 def test_a_run_whose_few_more_steps_were_merged_before_has_ended(config, tmp_path):
   """The last syncs are later than the last step by up to a period."""
-  workdir = _ended(config, tmp_path / 'run', left='step')
+  workdir = _make_ended(config, tmp_path / 'run', left='step')
   rows.add(workdir, ('syncer', rows.row(4, rows.synced(config.train.steps + 2, 'l0'))))
   with pytest.raises(run_folder.NothingLeft):
     run_folder.open_workdir(config, workdir, resume=True)
 
 
 def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config, tmp_path):
-  workdir = _ended(config, tmp_path / 'run')
+  workdir = _make_ended(config, tmp_path / 'run')
   config.train.store = str(tmp_path / 'store')
   run_folder.open_workdir(config, workdir, resume=True)
   with pytest.raises(run_folder.NothingLeft):

@@ -180,7 +180,7 @@ def test_only_short_lives_in_a_row_are_a_failure(tmp_path, lives, state):
   """A learner that dies once an hour is started again for ever."""
 
   class Lives(supervisor_lib.Supervisor):
-    async def _live(self, program):
+    async def _run_process(self, program):
       if lives and lives[0] is None:
         self._pauses['l0'] = 0.0
       return (1, 'a fault', lives.pop(0) or 0.0) if lives else (42, 'the end', 0.0)

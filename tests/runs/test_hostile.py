@@ -107,7 +107,7 @@ def _with_small_pages(program: supervisor_lib.LocalProgram) -> supervisor_lib.Lo
   """Where the kernel gathers untouched memory to pages of 2 MiB, a process grows by tens of MiB
   without an attack."""
   tunables = program.environment['GLIBC_TUNABLES'] + ':glibc.malloc.hugetlb=0'
-  return conductor.paced(
+  return conductor.pace(
     dataclasses.replace(program, environment={**program.environment, 'GLIBC_TUNABLES': tunables})
   )
 

@@ -161,7 +161,7 @@ class Conductor(conductor.Conductor):
 
   def _with_failpoints(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name != 'syncer':
-      return conductor.paced(program, STEP_S)
+      return conductor.pace(program, STEP_S)
     return failpoints.instead(program, NextLife(program.environment, self._place_of_next_life))
 
   def _place_of_next_life(self) -> str:

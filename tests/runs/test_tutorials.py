@@ -70,15 +70,15 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
         name = block.text.partition('\n')[0].removeprefix('# ')
         (tmp_path / 'here' / name).write_text(block.text)
       elif STAYS.search(block.text):
-        staying.append(cleanup.enter_context(started(block, tmp_path, environment)))
+        staying.append(cleanup.enter_context(starting(block, tmp_path, environment)))
       else:
         while staying:  # what follows reads the whole run
           require_success(staying.pop())
-        require_success(cleanup.enter_context(started(block, tmp_path, environment)))
+        require_success(cleanup.enter_context(starting(block, tmp_path, environment)))
 
 
 @contextlib.contextmanager
-def started(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
+def starting(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
   with tempfile.TemporaryFile('w+', encoding='utf-8') as output:
     process = subprocess.Popen(
       ['bash', '-euo', 'pipefail', '-c', block.text],

@@ -177,7 +177,7 @@ class Driver:
     within = util.scheduling_strategies.PlacementGroupSchedulingStrategy
     return [
       actor.options(scheduling_strategy=within(group, placement_group_bundle_index=host)).remote(
-        self._of(host), self._run
+        self._host_name(host), self._run
       )
       for host in range(self._count)
     ]
@@ -224,7 +224,7 @@ class Driver:
             ends.append((host, self._ray.get(works[host])))
         except self._ray.exceptions.RayError as error:
           if deadline_s == math.inf or time.monotonic() < deadline_s:
-            say(f'the machine of {self._of(host)} is lost: {describe(error)}')
+            say(f'the machine of {self._host_name(host)} is lost: {describe(error)}')
           ends.append((host, LOST))
       if ends and deadline_s == math.inf:
         deadline_s = time.monotonic() + (LAST_WORDS_S if ends[0][1] else TOGETHER_S)
@@ -238,14 +238,14 @@ class Driver:
     address = file.read_text('utf-8') if file.exists() else ''
     lines, records, now = self._ray.get(actor.exchange.remote(address), timeout=SILENCE_S)
     for line in lines:
-      say(line if not host or line.startswith('error: ') else f'[{self._of(host)}] {line}')
+      say(line if not host or line.startswith('error: ') else f'[{self._host_name(host)}] {line}')
     if records:
-      with open(self._folder / 'records' / f'{self._of(host)}.jsonl', 'ab') as file:
+      with open(self._folder / 'records' / f'{self._host_name(host)}.jsonl', 'ab') as file:
         file.write(records)
     if self._name == SYNCER and now not in ('', address):
       write(self._folder / 'address', now.encode(), SYNCER)
 
-  def _of(self, host: int) -> str:
+  def _host_name(self, host: int) -> str:
     return f'{self._name}.{host}' if host else self._name
 
 

@@ -48,8 +48,8 @@ def render(
       'about': f'{program.name} of the run {described.name}',
       'user': getpass.getuser(),
       'cwd': os.getcwd().replace('%', '%%'),
-      'command': ' '.join(map(_quoted, [shutil.which(command[0]) or command[0], *command[1:]])),
-      'environment': ' '.join(_quoted(f'{key}={value}') for key, value in environment.items()),
+      'command': ' '.join(map(_quote, [shutil.which(command[0]) or command[0], *command[1:]])),
+      'environment': ' '.join(_quote(f'{key}={value}') for key, value in environment.items()),
       'never': exits.NEVER_RETRY,
       'pause_s': _PAUSE_S,
       'starts': restarts.MAX_SHORT_LIVES,
@@ -60,7 +60,7 @@ def render(
   return texts
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
   """A word of a command or of an environment, as systemd reads it."""
   escaped = word.replace('\\', '\\\\').replace('"', '\\"').replace('%', '%%').replace('$', '$$')
   return f'"{escaped}"'

@@ -28,7 +28,7 @@ PACED = floor.__name__  # the module instead of `diloco_jax learner`
 _LEARNER = [*cli.PROGRAM, 'learner']
 
 
-def paced(
+def pace(
   program: supervisor_lib.LocalProgram, step_s: float = STEP_S
 ) -> supervisor_lib.LocalProgram:
   """A learner's program with a floor under the time of its steps; another one as it is."""
@@ -73,7 +73,7 @@ class Conductor(conductor_lib.Conductor):
     workdir: pathlib.Path,
     recorder: records_lib.Recorder,
     overrides: dict[str, Any],
-    change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = paced,
+    change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = pace,
     variant: str = 'tiny',
   ):
     config = stdlib_lm.get_config(variant)

@@ -24,7 +24,7 @@ OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_st
 
 class InBucket(conductor.Conductor):
   def __init__(
-    self, workdir, recorder: records_lib.Recorder, bucket, change=conductor.paced, **more
+    self, workdir, recorder: records_lib.Recorder, bucket, change=conductor.pace, **more
   ):
     self._bucket = bucket
     overrides = {**OVERRIDES, 'train.store': f'{bucket.url}/run', **more}
