@@ -196,22 +196,16 @@ def _run(tmp_path_factory, counts) -> Run:
 def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
   """Counts what happened in a phase."""
 
-  def within(name: str, fact: str) -> int:
-    return sum(phase.began_ns <= row['t_ns'] <= phase.ended_ns for row in run.of(name, fact))
+  def rows(name: str, fact: str) -> list[dict]:
+    return [row for row in run.of(name, fact) if phase.began_ns <= row['t_ns'] <= phase.ended_ns]
 
-  phase.outer = within('syncer', 'outer')
-  clocks = [
-    row['step']
-    for name in LEARNERS
-    for row in run.of(name, 'step')
-    if phase.began_ns <= row['t_ns'] <= phase.ended_ns
-  ]
+  phase.outer = len(rows('syncer', 'outer'))
+  steps = {name: rows(name, 'step') for name in LEARNERS}
+  clocks = [row['step'] for of_learner in steps.values() for row in of_learner]
   phase.clock = max(clocks, default=0) - min(clocks, default=0)
   for name in LEARNERS:
-    phase.steps[name] = within(name, 'step')
-    phase.losses[name] = [
-      row['loss'] for row in run.of(name, 'step') if phase.began_ns <= row['t_ns'] <= phase.ended_ns
-    ]
+    phase.steps[name] = len(steps[name])
+    phase.losses[name] = [row['loss'] for row in steps[name]]
     phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
 
 

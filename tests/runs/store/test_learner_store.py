@@ -43,6 +43,22 @@ class InBucket(conductor.Conductor):
     return any(re.fullmatch('[0-9]+/commit_success.txt', end) for end in ends)
 
 
+def play(kind: type[InBucket], bucket, workdir: pathlib.Path) -> tuple[conductor.Run, str]:
+  """Carries out a run, which has to keep every promise; returns it and all that it said."""
+  make = lambda workdir, recorder: kind(workdir, recorder, bucket)
+  _, run = conductor.play(workdir, make, DEADLINE_S)
+  said = '\n'.join(run.said)
+  assert run.outcome.code == 0, said
+  promises.check(run)
+  return run, said
+
+
+def joined(run: conductor.Run, learner: str) -> list[int]:
+  """The incarnations with which a learner has joined."""
+  states = run.of(learner, 'state')
+  return [fact['incarnation'] for fact in states if fact['state'] == 'joined']
+
+
 class Kills(InBucket):
   """Kills l1 after its first save; then again, when the store has only checkpoints of l0."""
 
@@ -63,13 +79,8 @@ class Kills(InBucket):
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket, tmp_path):
-  make = lambda workdir, recorder: Kills(workdir, recorder, bucket)
-  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
-  said = '\n'.join(run.said)
-  assert run.outcome.code == 0, said
-  promises.check(run)
-  joined = [fact for fact in run.of('l1', 'state') if fact['state'] == 'joined']
-  assert [fact['incarnation'] for fact in joined] == [1, 2, 3]
+  run, said = play(Kills, bucket, tmp_path / 'run')
+  assert joined(run, 'l1') == [1, 2, 3]
   assert 'l1 continues from its checkpoint at clock' in said
   assert re.search('the inner optimizer begins with the moments of l0 at step [1-9]', said)
   left = {path.name for path in (tmp_path / 'run' / 'islands').glob('*/ckpt/*')}
@@ -142,13 +153,8 @@ class TwoHosts(InBucket):
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_hosts_without_a_common_disk_save_and_read_one_checkpoint(bucket, tmp_path):
-  make = lambda workdir, recorder: TwoHosts(workdir, recorder, bucket)
-  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
-  said = '\n'.join(run.said)
-  assert run.outcome.code == 0, said
-  promises.check(run)
+  run, said = play(TwoHosts, bucket, tmp_path / 'run')
   assert 'l0 continues from its checkpoint at clock' in said
-  joined = [fact['incarnation'] for fact in run.of('l0', 'state') if fact['state'] == 'joined']
-  assert joined == [1, 2]
+  assert joined(run, 'l0') == [1, 2]
   [other] = (tmp_path / 'other-disk').rglob('islands')
   assert not [path for path in other.rglob('*') if path.is_file()]
