@@ -214,10 +214,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
     (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
     (['--config.sync.quorum=x'], "'x' is no whole number"),
     (['--config.sync.quorum=9'], 'sync.quorum is 9'),
-    (
-      ['--config=stdlib_lm:gpu'],
-      "there is no variant 'gpu'; use one of: cpu",
-    ),
+    (['--config=stdlib_lm:gpu'], "there is no variant 'gpu'; use one of: cpu"),
     (['--config=nowhere.py'], "there is no config 'nowhere.py'"),
     (['--config=scripts/setup.sh'], "there is no config 'scripts/setup.sh'"),
     (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no config 'nowhere.py'"),

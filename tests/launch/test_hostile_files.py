@@ -313,10 +313,7 @@ def _records(assembled, tmp_path_factory) -> list[wal.Record]:
 
 
 def _write_log(
-  folder: pathlib.Path,
-  assembled,
-  records: list[wal.Record],
-  change: Books | None = None,
+  folder: pathlib.Path, assembled, records: list[wal.Record], change: Books | None = None
 ) -> files_lib.Files:
   """A log of these records, the last of them changed; CRCs and chain are right."""
   files = files_lib.Files(folder)

@@ -49,13 +49,7 @@ def test_a_syncer_and_its_learners(learners):
     'topology': '',
     'disk_gib': 500,
   }
-  learner = {
-    'role': 'learner',
-    'hosts': 4,
-    'chips': 4,
-    'topology': 'v6e:4x4',
-    'disk_gib': 0,
-  }
+  learner = {'role': 'learner', 'hosts': 4, 'chips': 4, 'topology': 'v6e:4x4', 'disk_gib': 0}
   argv = lambda name: [
     *('diloco', 'learner', *common, f'--tls=/certs/{name}', f'--learner={name}'),
     *('--syncer=gemma-1b-syncer:7070', '--hosts=auto'),

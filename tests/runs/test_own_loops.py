@@ -154,9 +154,7 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
   flags = (f'--init={tmp_path / "init"}', '--config.train.steps=8', '--config.sync.learners=1')
   syncer = _syncer(start, workdir, *flags)
   with diloco_jax.join(
-    jax.tree.map(jnp.zeros_like, params),
-    learner='l0',
-    syncer=f'file:{workdir}/syncer/address',
+    jax.tree.map(jnp.zeros_like, params), learner='l0', syncer=f'file:{workdir}/syncer/address'
   ) as peer:
     own = peer.params
     np.testing.assert_array_equal(own['d'], params['d'])

@@ -126,15 +126,7 @@ def start(name, machine, make_transport, sizes, report):
   """A node on its own thread; returns its event queue, its transport and its work."""
   inbox, store = loop.EventQueue(), payloads_lib.PayloadStore()
   transport, work = make_transport(inbox.post, store), Work(inbox.post, store, sizes)
-  node = loop.Node(
-    machine,
-    inbox,
-    loop.Monotonic(),
-    transport,
-    work,
-    store,
-    Records(name, report),
-  )
+  node = loop.Node(machine, inbox, loop.Monotonic(), transport, work, store, Records(name, report))
   inbox.post(events.Wake())
 
   def run() -> None:
