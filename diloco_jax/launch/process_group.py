@@ -76,13 +76,13 @@ async def start(
   """Starts a process for each of the environments: the hosts of a learner, if there are several.
   Raises OSError, and leaves none, if one cannot be started."""
   hosts: list[children.Child] = []
-  meet: list[str] = []  # flags by which they find each other; at each start the port may be another
+  host_flags: list[str] = []  # by which they find each other; at each start with another port
   if len(environments) > 1:
-    meet = [f'--hosts={len(environments)}', f'--coordinator={files_lib.loopback()}']
+    host_flags = [f'--hosts={len(environments)}', f'--coordinator={files_lib.loopback()}']
   try:
     for host, environment in enumerate(environments):
       host_name = f'{name}.{host}' if host else name
-      argv = [*command, *meet, f'--host={host}'] if meet else command
+      argv = [*command, *host_flags, f'--host={host}'] if host_flags else command
       log = logs / f'{host_name}.log'
       hosts.append(await children.start(host_name, argv, environment, log, listen, cpus))
   except OSError:

@@ -136,7 +136,7 @@ class Known:
     syncer: the address that learners dial (commands/learner.py).
     listen: where the syncer listens; '': a Unix socket in `workdir`.
     tls: a folder with a folder of certificates for each program, by its name; '': none.
-    meet: flags by which the hosts of a learner of several find each other.
+    host_flags: flags by which the hosts of a learner find each other.
     flags: of every program, with the whole config, where it cannot read the file; none:
       `Request.config_flags`.
   """
@@ -145,7 +145,7 @@ class Known:
   syncer: str
   listen: str = ''
   tls: str = ''
-  meet: Sequence[str] = ()
+  host_flags: Sequence[str] = ()
   flags: Sequence[str] = ()
 
 
@@ -194,7 +194,7 @@ def _learner(request: Request, known: Known, name: str) -> Program:
       *_command('learner', name, request, known),
       f'--learner={name}',
       f'--syncer={request.syncer or known.syncer}',
-      *(known.meet if hosts > 1 else ()),
+      *(known.host_flags if hosts > 1 else ()),
     ],
     environment=ENVIRONMENT,
     hosts=hosts,

@@ -17,7 +17,7 @@ _KNOWN = spec_lib.Known(
   syncer='gemma-1b-syncer:7070',
   listen='0.0.0.0:7070',
   tls='/certs',
-  meet=('--hosts=auto',),
+  host_flags=('--hosts=auto',),
 )
 
 

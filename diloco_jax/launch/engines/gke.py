@@ -58,7 +58,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     syncer=f'{request.run}-{spec_lib.SYNCER}:{_PORT}',
     listen=f'0.0.0.0:{_PORT}',
     tls='/certs',
-    meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
+    host_flags=['--hosts=auto'],  # jax finds the hosts of a TPU slice
     flags=[f'--config={config}', *([f'--metrics_port={port}'] if port else ())],
   )
 

@@ -48,7 +48,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     syncer='file:{workdir}/address',
     listen='{ip}:0',
     tls='{workdir}/certs',
-    meet=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
+    host_flags=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
   )
 
 
