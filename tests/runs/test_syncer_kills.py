@@ -355,11 +355,8 @@ def test_a_preempted_learner_rejoins_from_its_checkpoint(run):
 
 
 def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
-  asked_ns, end, back = (
-    run.conducted.asked_ns['syncer'],
-    run.end('syncer'),
-    run.of('syncer', 'recovered')[0],
-  )
+  asked_ns, end = run.conducted.asked_ns['syncer'], run.end('syncer')
+  back = run.of('syncer', 'recovered')[0]
   assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
   assert back['replayed'] == 0  # it was saved
   assert all(
@@ -369,9 +366,7 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
   seen = [
     fact for name in LEARNERS for fact in run.of(name, 'adopted') if fact['t_ns'] < back['t_ns']
   ]
-  assert seen and all(
-    back['versions'][adopted['fragment']] >= adopted['version'] for adopted in seen
-  )
+  assert seen and all(back['versions'][fact['fragment']] >= fact['version'] for fact in seen)
   ledgers = [fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] < run.conducted.killed_ns]
   assert not ledgers[-1]['discarded'].get('lost_with_process')
 
