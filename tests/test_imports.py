@@ -198,10 +198,8 @@ def test_only_the_loop_feeds_a_machine():
       if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == 'handle':
           callers.add(name)
-  replay, sim = (
-    f'diloco_jax.verification.{module}' for module in ('replay.machines', 'sim.processes')
-  )
-  assert callers == {'diloco_jax.node.loop', sim, replay}, callers
+  twins = {f'diloco_jax.verification.{twin}' for twin in ('replay.machines', 'sim.processes')}
+  assert callers == {'diloco_jax.node.loop', *twins}, callers
 
 
 # What a process of each kind loads as it starts: the modules that it imports first, and the rooms

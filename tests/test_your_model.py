@@ -107,9 +107,8 @@ def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
 def test_nnx_takes_the_arrays_of_a_run_by_their_paths():
   page = (ROOT / 'docs' / 'howto' / 'pretrained.md').read_text()
   [block] = re.findall(r'```python\n(named = .*?)\n```', page, re.S)
-  build_model = lambda seed: nnx.Sequential(
-    *(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for _ in range(2))
-  )
+  layer = lambda seed: nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+  build_model = lambda seed: nnx.Sequential(layer(seed), layer(seed))
   trained, model = build_model(0), build_model(1)
   named = arrays.by_name(nnx.state(trained))
   run = types.SimpleNamespace(load_params=lambda workdir: named)

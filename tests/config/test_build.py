@@ -265,9 +265,7 @@ def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule()
     drawn_2xN = rng.standard_normal((2, assembled.layout.size(p)), np.float32)
     ones = jax.tree.map(jnp.ones_like, assembled.shapes)
     drawn_2xN *= np.asarray(fragments.gather(assembled.layout, p, ones))[None]  # no padding
-    payloads = [
-      np.asarray(assembled.codec_up.encode(drawn_N)[0]).tobytes() for drawn_N in drawn_2xN
-    ]
+    payloads = [np.asarray(assembled.codec_up.encode(row_N)[0]).tobytes() for row_N in drawn_2xN]
     deltas, before_N = split(drawn_2xN), theta.master(p)
     merged = theta.merge(p, participants(2), payloads, ())
     moved = split(theta.master(p) - before_N)
@@ -315,9 +313,7 @@ def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tm
   syncer, l0, l1 = (build.assemble(config.of(node)) for node in ('syncer', 'l0', 'l1'))
   assert syncer.agreement == l0.agreement == l1.agreement
   assert syncer.task.eval_batches() == ()
-  read = [
-    np.sort(learner.task.batches(number)[0]).tobytes() for number, learner in enumerate((l0, l1))
-  ]
+  read = [np.sort(node.task.batches(shard)[0]).tobytes() for shard, node in enumerate((l0, l1))]
   assert read[0] != read[1]
   with pytest.raises(ValueError, match='l2'):
     build.assemble(config.of('l2')).task.batches(2)
@@ -342,8 +338,6 @@ def test_learners_of_one_run_may_train_on_unequal_shares_of_a_batch(config):
   rows, seq_len = config.data.batch_size, config.data.seq_len
   assert learner.task.tokens_per_batch == 2 * seq_len < rows * seq_len
   assert syncer.task.tokens_per_batch == rows * seq_len
-  for assembled in (
-    syncer,
-    learner,
-  ):  # a syncer with the flag of a learner believes the others, too
-    assert assembled.protocol.max_step_tokens == rows * seq_len
+  # A syncer with the flag of a learner trusts the others, too.
+  for node in (syncer, learner):
+    assert node.protocol.max_step_tokens == rows * seq_len

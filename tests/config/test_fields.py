@@ -11,9 +11,8 @@ FIELDS = {field.name: field for field in fields.walk()}
 
 def test_every_field_has_a_doc():
   assert not [name for name, field in FIELDS.items() if not field.doc]
-  assert FIELDS.keys() > {
-    setting.name for setting in config_lib.TABLE.values() if '.' in setting.name
-  }
+  settings = config_lib.TABLE.values()
+  assert FIELDS.keys() > {row.name for row in settings if '.' in row.name}
 
 
 @pytest.mark.parametrize(

@@ -246,9 +246,7 @@ def _words(path: str) -> str:
   if row != STATE:
     return THINGS[row]
   at = pathlib.PurePosixPath(path)
-  at = next(
-    folder for folder in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', folder.name)
-  )
+  at = next(up for up in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', up.name))
   return 'model' if at.name == 'model' else f'ckpt/{at.name}|checkpoint|cop(y|ies)|moments'
 
 

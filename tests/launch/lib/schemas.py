@@ -36,10 +36,8 @@ def errors(text: str) -> list[str]:
 
 
 def _of_job_set(document: dict[str, Any]) -> list[str]:
-  wrong = [
-    f'JobSet {list(error.absolute_path)}: {error.message}'
-    for error in _job_set().iter_errors(document)
-  ]
+  errors_of_set = _job_set().iter_errors(document)
+  wrong = [f'JobSet {list(error.absolute_path)}: {error.message}' for error in errors_of_set]
   for job in document['spec'].get('replicatedJobs', ()):
     spec = job.get('template', {}).get('spec')
     plain = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, 'spec': spec}
