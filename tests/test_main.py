@@ -165,7 +165,7 @@ def test_the_programs_of_a_run_find_what_is_beside_a_config(beside):
     '  return config\n',
     'utf-8',
   )
-  command = [*cli.PROGRAM, 'plan', '--config=own.py:x', '--step_s=1']
+  command = [*cli.PROGRAM, 'launch', '--engine=systemd', '--config=own.py:x', '--workdir=/x']
   done = subprocess.run(command, cwd=beside, capture_output=True, encoding='utf-8')
   assert done.returncode == 0 and 'own-7' in done.stdout, done.stdout + done.stderr
 
