@@ -21,7 +21,7 @@ from diloco_jax.process import restarts, run_folder
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 from diloco_jax.storage import files as files_lib
-from tests import programs as programs_lib
+from tests import programs
 from tests.report import rows
 
 _DEADLINE_S = 120.0
@@ -228,13 +228,13 @@ def test_a_learner_whose_restart_fails_is_started_again(tmp_path):
 
 def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
   refused = 'import sys; print("error: another model", file=sys.stderr); sys.exit(42)'
-  programs = [syncer(tmp_path), program('l0', refused), program('l1', _FOREVER)]
+  started = [syncer(tmp_path), program('l0', refused), program('l1', _FOREVER)]
 
   def tick(run: Run) -> None:
     if run.supervisor.statuses['l0'].state == 'refused':
       (tmp_path / 'DONE').touch()
 
-  outcome = Run(tmp_path, programs, finish_s=0.1).run(tick)
+  outcome = Run(tmp_path, started, finish_s=0.1).run(tick)
   assert outcome.statuses['l0'] == supervisor_lib.Status(
     state='refused', starts=1, last_error='another model'
   )
@@ -274,8 +274,8 @@ def _reports_step(step: int) -> str:
 @pytest.mark.parametrize('step, code', [(100, 0), (50, 1)])
 def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step, code):
   """It writes the model. Learners that end before the last step were stopped from outside."""
-  programs = [syncer(tmp_path), program('l0', _reports_step(step), str(tmp_path))]
-  run = Run(tmp_path, programs, finish_s=0.1)
+  started = [syncer(tmp_path), program('l0', _reports_step(step), str(tmp_path))]
+  run = Run(tmp_path, started, finish_s=0.1)
   done_s = []
 
   def tick(run: Run) -> None:
@@ -295,8 +295,8 @@ def test_a_run_whose_few_more_steps_were_merged_before_has_ended(tmp_path):
 
 
 def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
-  programs = [program('syncer', _FOREVER), program('l0', _reports_step(100), str(tmp_path))]
-  run = Run(tmp_path, programs, finish_s=0.1)
+  started = [program('syncer', _FOREVER), program('l0', _reports_step(100), str(tmp_path))]
+  run = Run(tmp_path, started, finish_s=0.1)
 
   def tick(run: Run) -> None:
     if run.supervisor.statuses['l0'].state == 'done' and not run.supervisor._interrupts.count:
@@ -370,7 +370,7 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
   outcome = run.run(tick)
   assert (outcome.code, outcome.interrupted) == (130, True)
   assert len(pids) >= 3
-  programs_lib.until(lambda: all(gone(pid) for pid in pids))
+  programs.until(lambda: all(gone(pid) for pid in pids))
   # None was killed by an accident: the report does not count them.
   assert run.ends('l0') == run.ends('l1') == ['stopped']
 
@@ -434,13 +434,13 @@ async def main():
   await child.wait()
 asyncio.run(main())
 """
-  with programs_lib.starting() as start:
+  with programs.starting() as start:
     parent = start('-c', script, tmp_path)
     child_pid = int(parent.wait_for(''))
     assert not gone(child_pid)
     os.kill(parent.process.pid, signal.SIGKILL)
     parent.process.wait()
-  programs_lib.until(lambda: gone(child_pid))
+  programs.until(lambda: gone(child_pid))
 
 
 def test_a_closed_terminal_ends_a_run(tmp_path):

@@ -154,17 +154,19 @@ class Driver:
       if self._stop.wait(POLL_S):
         return 128 + signal.SIGTERM
     hosts = self._make_hosts()
-    places = self._find_machines(hosts)
-    if not places:
+    machines = self._find_machines(hosts)
+    if not machines:
       return 128 + signal.SIGTERM
     if self._name == SYNCER:
       placed.touch()
-    say(f'starts on {", ".join(ip for ip, _ in places)}')
-    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
+    say(f'starts on {", ".join(ip for ip, _ in machines)}')
+    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*machines[0])}
     files = map(pathlib.Path, self._program['secrets'])
     secrets = {file.name: file.read_bytes() for file in files}
     works = [
-      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': places[host][0]}, secrets)
+      actor.work.remote(
+        self._program, {**meet, 'host': f'{host}', 'ip': machines[host][0]}, secrets
+      )
       for host, actor in enumerate(hosts)
     ]
     return verdict(self._follow(hosts, works), self._run['never_retry'])
