@@ -135,15 +135,15 @@ def _name(path: pathlib.Path) -> str:
 
 def _imports(text: str, name: str, modules: Mapping[str, str]) -> set[str]:
   """Those of our modules that a module imports; `diloco_jax.join` imports the home of `join`."""
-  tree, found = ast.parse(text), set()
+  tree, names = ast.parse(text), set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
+      names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom) and not node.level:
       for alias in node.names:
         full = f'{node.module}.{alias.name}'
-        found.add(full if full in modules else node.module)
-  return {one for one in found if one in modules} - {name}
+        names.add(full if full in modules else node.module)
+  return (names & modules.keys()) - {name}
 
 
 def _names(test: str, path: str) -> bool:

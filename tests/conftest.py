@@ -303,7 +303,8 @@ def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
   door.close()
 
 
-_REAL = ('api', 'commands', 'launch', 'learner', 'nodes', 'runs', 'syncer')  # not invented records
+# Rooms whose records are not invented.
+_REAL = ('api', 'commands', 'launch', 'learner', 'process', 'runs', 'syncer')
 
 
 @pytest.fixture(autouse=True)
@@ -318,7 +319,7 @@ def _no_impossible_figure(request: pytest.FixtureRequest) -> Iterator[None]:
 
     for run in impossible.runs(folder):
       with contextlib.suppress(ValueError):  # a test may have spoiled the folder
-        assert not (found := impossible.figures(run)), (run, found)
+        assert not (wrong := impossible.figures(run)), (run, wrong)
 
 
 @pytest.fixture(scope='module', autouse=True)

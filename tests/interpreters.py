@@ -45,12 +45,12 @@ def _version(python: str) -> tuple[int, int] | None:
 @functools.cache
 def pythons() -> dict[str, str]:
   """One Python of each version from 3.11 on that is found, by version; the running one always."""
-  found: dict[tuple[int, int], str] = {}
+  pythons_of: dict[tuple[int, int], str] = {}
   for python in dict.fromkeys(_candidates()):
     version = _version(python)
     if version is not None and version >= OLDEST:
-      found.setdefault(version, python)
-  return {f'{major}.{minor}': found[major, minor] for major, minor in sorted(found)}
+      pythons_of.setdefault(version, python)
+  return {f'{major}.{minor}': pythons_of[major, minor] for major, minor in sorted(pythons_of)}
 
 
 def run_bare(version: str, hash_seed: str, program: str, *arguments: str) -> list[str]:

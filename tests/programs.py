@@ -126,8 +126,8 @@ def until(condition: Callable[[], Any], *programs: Program, deadline_s: float = 
   """Waits until `condition()` is true, and returns its value."""
   end_s = time.monotonic() + deadline_s
   while not (value := condition()):
-    told = '\n'.join(map(str, programs))
-    assert time.monotonic() < end_s, f'not within {deadline_s:g} s: {source(condition)}\n{told}'
+    texts = '\n'.join(map(str, programs))
+    assert time.monotonic() < end_s, f'not within {deadline_s:g} s: {source(condition)}\n{texts}'
     time.sleep(0.05)
   return value
 

@@ -55,9 +55,9 @@ class Seconds:
     kinds: collections.Counter[str] = collections.Counter()
     for file, seconds in self._files.items():
       kinds[self._kind(file)] += seconds
-    told = ', '.join(f'{kind} {seconds:.0f}' for kind, seconds in kinds.most_common())
+    text = ', '.join(f'{kind} {seconds:.0f}' for kind, seconds in kinds.most_common())
     terminalreporter.write_line(
-      f'seconds of all workers: {told}; of them JAX compiled for {self._compile_s:.0f}'
+      f'seconds of all workers: {text}; of them JAX compiled for {self._compile_s:.0f}'
     )
     KEPT.parent.mkdir(exist_ok=True)
     KEPT.write_text(json.dumps(kept() | self._usual, indent=1), 'utf-8')

@@ -33,11 +33,11 @@ def way() -> list[tuple[str, list[str]]]:
   """(file, functions) for every stop of a fragment."""
   section = PAGE.split('## The path of a fragment')[1].split('\n## ')[0]
   rows = [row.split('|')[2] for row in section.splitlines() if row.startswith('|')]
-  found = []
+  stops = []
   for cell in rows:
     for file, names in re.findall(r'`([\w/]+\.py)`((?: `\w+`,?)*)', cell):
-      found.append((file, re.findall(r'\w+', names)))
-  return found
+      stops.append((file, re.findall(r'\w+', names)))
+  return stops
 
 
 def test_every_file_that_is_named_exists():
@@ -46,7 +46,7 @@ def test_every_file_that_is_named_exists():
   for room in ('diloco_jax', 'experiments', 'scripts', 'tests'):
     texts += (ROOT / room).rglob('*.py')
   path = re.compile(r'(?<![\w./%[-])\w+(?:/\w+)+\.py\b(?!::)')  # no text of a link, no test
-  named = {(text, one) for text in texts for one in path.findall(text.read_text('utf-8'))}
+  named = {(text, name) for text in texts for name in path.findall(text.read_text('utf-8'))}
   assert len(named) > 300
   roots = ROOT, ROOT / 'diloco_jax'
   lost = [pair for pair in named if not any((root / pair[1]).is_file() for root in roots)]
@@ -97,10 +97,10 @@ def size(path: pathlib.Path) -> int:
   text = path.read_text('utf-8')
   if path.suffix != '.py':
     return len(text.splitlines())
-  found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+  statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
   tuples = [
     len(node.targets[0].elts) - 1
-    for node in found
+    for node in statements
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
   ]
-  return len(found) + sum(tuples)
+  return len(statements) + sum(tuples)

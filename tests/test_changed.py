@@ -17,20 +17,20 @@ from tests import changed
   ],
 )
 def test_a_change_is_reached_by_its_own_tests(path, first):
-  found = changed.select([path], {})
-  assert found.changed == [path] and first in found.files
-  assert not set(found.files) & set(found.left_out)
+  selection = changed.select([path], {})
+  assert selection.changed == [path] and first in selection.files
+  assert not set(selection.files) & set(selection.left_out)
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_and_named():
   far = dict.fromkeys(changed.select(['diloco_jax/protocol/ids.py'], {}).files, 50.0)
-  found = changed.select(['diloco_jax/protocol/ids.py'], far, budget_s=100.0)
-  assert found.left_out and f'{len(found.left_out)} others' in str(found)
+  selection = changed.select(['diloco_jax/protocol/ids.py'], far, budget_s=100.0)
+  assert selection.left_out and f'{len(selection.left_out)} others' in str(selection)
 
 
 def test_the_tests_of_a_file_take_part_however_long_they_are():
-  found = changed.select(['diloco_jax/api/peer.py'], {'tests/api/test_peer.py': 1e6})
-  assert 'tests/api/test_peer.py' in found.files
+  selection = changed.select(['diloco_jax/api/peer.py'], {'tests/api/test_peer.py': 1e6})
+  assert 'tests/api/test_peer.py' in selection.files
 
 
 def test_real_runs_take_part_if_they_have_changed():

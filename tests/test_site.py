@@ -46,25 +46,25 @@ def text_of(page: pathlib.Path) -> str:
 def _flags(site: pathlib.Path) -> dict[str, set[str]]:
   """The flags of each command, as the site shows them."""
   parts = re.split(r'\ndiloco (\w+)#', text_of(site / 'reference' / 'commands.html'))
-  found = dict(zip(parts[1::2], parts[2::2]))
-  return {name: set(re.findall(r'--(?:\[no\])?(\w+)', help)) for name, help in found.items()}
+  pages = dict(zip(parts[1::2], parts[2::2]))
+  return {name: set(re.findall(r'--(?:\[no\])?(\w+)', help)) for name, help in pages.items()}
 
 
 @pytest.mark.long
 def test_the_pages_name_commands_flags_and_fields_that_exist(flags):
   known = {field.name for field in fields.walk()}
-  wrong, found = [], 0
+  wrong, checked = [], 0
   for page in PAGES:
     for name, words in COMMAND.findall(page.read_text()):
       if name == 'completion':  # as `help`, no module of its own
         continue
       for flag in FLAG.findall(words) or ['']:
-        found += 1
+        checked += 1
         flag, _, field = flag.partition('.')
         right = name in flags and flag in {'', 'help', 'helpfull', *flags[name]}
         if not right or field and re.sub(r'\[\d\]', '[0]', field) not in known:
           wrong.append(f'{page.relative_to(ROOT)}: diloco {name} --{flag} {field}')
-  assert found > 100 and not wrong, wrong
+  assert checked > 100 and not wrong, wrong
 
 
 def test_a_plan_prints_what_its_page_shows():
@@ -80,7 +80,7 @@ def test_what_documents_and_notebooks_import_exists():
   cells = [
     ''.join(cell['source']) for path in notebooks for cell in json.loads(path.read_text())['cells']
   ]
-  found = {
+  lines = {
     line.strip()
     for text in [*(page.read_text() for page in PAGES), *cells]
     for line in re.findall(
@@ -88,10 +88,10 @@ def test_what_documents_and_notebooks_import_exists():
     )
   }
   own = ('my_', 'loop', 'lora')  # files that the page writes before
-  for line in sorted(found):
+  for line in sorted(lines):
     if not line.split()[1].startswith(own):
       exec(line, {})
-  assert len(found) > 20
+  assert len(lines) > 20
 
 
 @pytest.mark.long

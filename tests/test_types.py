@@ -21,7 +21,7 @@ WRONG = {
 }
 
 
-def checked(*words: str) -> str:
+def check(*words: str) -> str:
   """What a checker prints."""
   command = [sys.executable, '-m', *words]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -33,8 +33,8 @@ def checked(*words: str) -> str:
 @pytest.mark.parametrize('public', [(), pytest.param(PUBLIC, marks=pytest.mark.full)])
 def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_modules(public):
   modules = [f'diloco_jax/{name}' for name in public]
-  found = json.loads(
-    checked(
+  output = json.loads(
+    check(
       'pyright',
       '--pythonversion=3.12',  # from which on arrays are buffers
       f'--pythonpath={sys.executable}',
@@ -44,16 +44,16 @@ def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_m
     )
   )
   errors = [
-    (str(pathlib.Path(one['file']).relative_to(ROOT)), one['range']['start']['line'] + 1)
-    for one in found['generalDiagnostics']
+    (str(pathlib.Path(error['file']).relative_to(ROOT)), error['range']['start']['line'] + 1)
+    for error in output['generalDiagnostics']
   ]
-  assert set(errors) == {(str(USER), line) for line in WRONG}, found
+  assert set(errors) == {(str(USER), line) for line in WRONG}, output
 
 
 @pytest.mark.full
 def test_mypy_finds_the_same_in_a_users_file(tmp_path: pathlib.Path):
-  found = checked('mypy', '--follow-imports=silent', f'--cache-dir={tmp_path}', str(USER))
-  assert {int(line) for line in re.findall(r'user\.py:(\d+): error', found)} == WRONG, found
+  output = check('mypy', '--follow-imports=silent', f'--cache-dir={tmp_path}', str(USER))
+  assert {int(line) for line in re.findall(r'user\.py:(\d+): error', output)} == WRONG, output
 
 
 def test_the_stub_of_the_protocols_settings_is_that_of_the_table():

@@ -59,8 +59,8 @@ def test_the_loop_of_the_page_learns_by_the_clock(tmp_path):
     np.testing.assert_allclose(last, page['rate'](page['clock']), rtol=1e-6)
     assert {'batch_stats/mean', 'batch_stats/var'} < merged.keys()
     assert merged['batch_stats/var'].min() > 0
-    told = [row['loss'] for row in diloco_jax.records(tmp_path) if row['name'] == 'step']
-    assert told[-1] == float(page['loss']) < np.square(page['batch']['y']).mean()
+    losses = [row['loss'] for row in diloco_jax.records(tmp_path) if row['name'] == 'step']
+    assert losses[-1] == float(page['loss']) < np.square(page['batch']['y']).mean()
 
 
 def headed(config):
@@ -88,8 +88,8 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
       for _ in peer.steps():
         params = peer.sync(peer.params, tokens=1)
     assert server.wait(60).keys() == {'body/kernel'}
-  told = re.findall(r'^\[(\w+)\] \S+ labels of the arrays: (.*)$', capfd.readouterr().out, re.M)
-  assert sorted(told) == [('l0', '1 body, 1 local'), ('syncer', '1 body')]
+  labels = re.findall(r'^\[(\w+)\] \S+ labels of the arrays: (.*)$', capfd.readouterr().out, re.M)
+  assert sorted(labels) == [('l0', '1 body, 1 local'), ('syncer', '1 body')]
 
 
 def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
@@ -107,8 +107,9 @@ def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
 def test_nnx_takes_the_arrays_of_a_run_by_their_paths():
   page = (ROOT / 'docs' / 'howto' / 'pretrained.md').read_text()
   [block] = re.findall(r'```python\n(named = .*?)\n```', page, re.S)
-  made = lambda seed: nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for _ in range(2)))
-  trained, model = made(0), made(1)
+  layer = lambda seed: nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+  build_model = lambda seed: nnx.Sequential(layer(seed), layer(seed))
+  trained, model = build_model(0), build_model(1)
   named = arrays.by_name(nnx.state(trained))
   run = types.SimpleNamespace(load_params=lambda workdir: named)
   exec(block, {'diloco_jax': run, 'nnx': nnx, 'flax': flax, 'model': model})

@@ -63,11 +63,11 @@ class Visits:
           terminalreporter.write_line(f'{what} {name}: {test}')
 
   def line(self) -> str:
-    found = lists().items()
-    return ', '.join(f'{what} {len(self.seen[what])} of {len(names)}' for what, names in found)
+    all_lists = lists().items()
+    return ', '.join(f'{what} {len(self.seen[what])} of {len(names)}' for what, names in all_lists)
 
   def missing(self) -> list[str]:
-    found = lists().items()
+    all_lists = lists().items()
     return [
-      f'{what} {name}' for what, names in found for name in names if name not in self.seen[what]
+      f'{what} {name}' for what, names in all_lists for name in names if name not in self.seen[what]
     ]

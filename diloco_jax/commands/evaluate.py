@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     task = build.make_task(config)
     things, names = brought.things(config, task), ('data', *brought.OF_TEXT)
     brought.require(load.brought(folder), things, names, says=('data', *brought.SAID))
-    models = follow.models(folder, _WORKDIR.value or '', *cli.follows())
+    models = follow.models(folder, _WORKDIR.value or '', *cli.follow_flags())
     if _SUITE.value:
       if task.suite is None or task.logits is None:
         raise ValueError(

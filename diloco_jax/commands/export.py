@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.config import brought, load
     from diloco_jax.storage import arrays, hugging_face
 
-  out, absent, follows = pathlib.Path(_OUT.value), 0, cli.follows()
+  out, absent, follows = pathlib.Path(_OUT.value), 0, cli.follow_flags()
   errors = *load_params.ERRORS, OSError, files_lib.DirectoryError
   with exits.never_retry(*errors), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)

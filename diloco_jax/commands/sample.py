@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     brought.require(load.brought(folder), assembled.things, brought.OF_TEXT)
     tokenizer, length = task.tokenizer(), assembled.config.data.seq_len
     prompt = tokenizer.encode([_PROMPT.value])[0]
-    for _, heading, params in follow.models(folder, _WORKDIR.value or '', *cli.follows()):
+    for _, heading, params in follow.models(folder, _WORKDIR.value or '', *cli.follow_flags()):
       drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)
       print(heading, end='\n' if heading else '')
       _print(tokenizer, prompt, itertools.islice(drawn, _TOKENS.value))

@@ -30,39 +30,40 @@ Things = Mapping[str, tuple[Callable[[], str], Callable[[], fingerprint.Files]]]
 
 def things(config: run_config.Config, task: task_lib.Task) -> Things:
   """What a run of a task reads: by name the fingerprint, '' if it has none, and the files."""
-  data, begun, found = config.data, config.train.init_from, {}
+  data, init_from, things = config.data, config.train.init_from, {}
   of_files = lambda listed: (lambda: fingerprint.of(listed), lambda: listed)
   if not data.local:
     is_read = config.task == run_config.DECODER or data.corpus != load.STDLIB  # most likely
     listed = (lambda: corpus_files.list_files(data.corpus)) if is_read else tuple
-    found['data'] = task.data_digest, listed
+    things['data'] = task.data_digest, listed
   if data.tokenizer:
     where = data.tokenizer, data.corpus, data.field
-    found['tokenizer'] = (
+    things['tokenizer'] = (
       (lambda: tokenizer_lib.digest(*where)),
       (lambda: tokenizer_lib.files_of(*where)),
     )
-    found['library'] = (lambda: tokenizer_lib.library(data.tokenizer)), tuple
-  if begun:
+    things['library'] = (lambda: tokenizer_lib.library(data.tokenizer)), tuple
+  if init_from:
     from diloco_jax.storage import hugging_face  # imports jax
 
-    all_, known = fingerprint.in_folder(begun), hugging_face.KNOWN.fullmatch
-    is_model = hugging_face.is_model(begun)
-    found[MODEL] = of_files([one for one in all_ if known(one[0]) or not is_model])
+    files = fingerprint.in_folder(init_from)
+    if hugging_face.is_model(init_from):
+      files = [file for file in files if hugging_face.KNOWN.fullmatch(file[0])]
+    things[MODEL] = of_files(files)
   file, dot_py, _ = config.task.partition('.py:')
   module = sys.modules.get(config.task.partition(':')[0])
   if path := f'{file}.py' if dot_py else getattr(module, '__file__', None):
-    found['task'] = of_files([('', path)])
-  return found
+    things['task'] = of_files([('', path)])
+  return things
 
 
 def require(
-  known: Mapping[str, str], found: Things, names: Collection[str], says: Collection[str] = SAID
+  known: Mapping[str, str], things: Things, names: Collection[str], says: Collection[str] = SAID
 ) -> None:
   """Compares things of these names with what a run has begun with (`load.brought`). Says that one
   of `says` is another. Raises ValueError: one that may not be."""
-  for name in sorted(known.keys() & found.keys() & set(names), reverse=True):  # data comes last
-    now, files = found[name]
+  for name in sorted(known.keys() & things.keys() & set(names), reverse=True):  # data comes last
+    now, files = things[name]
     if now() != known[name]:
       why = fingerprint.newest(files()) or f'{now()} now, {known[name]} then'
       text = f'the {name} is not what the run has begun with: {why}'
@@ -71,11 +72,11 @@ def require(
       corpus_files.say_once(text)
 
 
-def begin(workdir: pathlib.Path, found: Things, store: str = '') -> None:
+def begin(workdir: pathlib.Path, things: Things, store: str = '') -> None:
   """Compares all, and writes what the run begins with. `store`: of the run, as the folder may be
   new. Raises ValueError, OSError."""
   known = load.brought(workdir) or (load.brought(folders.place(store)) if store else {})
-  require(known, found, known)
-  new = {name: now() for name, (now, _) in found.items() if name not in known}
+  require(known, things, known)
+  new = {name: now() for name, (now, _) in things.items() if name not in known}
   if (path := workdir / load.FILE).exists() and (new or not load.brought(workdir)):
     json_files.write(path, json_files.read(path) | {'brought': known | new})

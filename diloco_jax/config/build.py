@@ -1,7 +1,7 @@
 """From a config to the objects that learner and syncer must build alike.
 
 The layout of fragments, the codecs and the outer optimizer follow from the config and the shapes of
-the model alone, so processes do not exchange them. The agreement text holds the settings that they
+the model alone, so processes do not exchange them. The agreement text has the settings that they
 follow from, and digests of the layout and of the data, which prove that learner and syncer built
 the same ones.
 
@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import pathlib
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,8 +55,8 @@ class Assembly:
 
   @property
   def codec_log(self) -> codecs.Codec:
-    """Of the merged outer gradient, in the log and for the outer optimizer: that of a payload. Four
-    or two bits would be too few, since no later outer step makes up for what they lose."""
+    """The codec of the merged outer gradient, in the log and for the outer optimizer.
+    Four or two bits would be too few, since no later outer step makes up for what they lose."""
     return codecs.get('int8') if self.codec_up.name in ('int4', 'int2') else self.codec_up
 
   @property
@@ -75,13 +74,13 @@ class Assembly:
 
   @property
   def of_the_model(self) -> set[str]:
-    """The things that who reads the trained model reads again."""
+    """The things that a reader of the trained model reads again."""
     frozen = self.task and fragments.FROZEN in map(self.task.label, self.never_sent)
     return {'task', brought.MODEL} if frozen else {'task'}
 
   @property
   def parameters(self) -> int:
-    """How many are exchanged."""
+    """How many parameters are exchanged."""
     return sum(self.layout.parameters(p) for p in range(self.layout.num_fragments))
 
   @property
@@ -123,8 +122,8 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
       init()  # refuses arrays of another model
     names = {'tokenizer' if config.data.local else 'data', brought.MODEL} & things.keys()
     shared |= {name: things[name][0]() for name in names}
-  made = _assemble(config, init, shapes, task.label, shared, task)
-  return dataclasses.replace(made, things=things)
+  assembly = _assemble(config, init, shapes, task.label, shared, task)
+  return dataclasses.replace(assembly, things=things)
 
 
 def assemble_own_loop(
@@ -152,7 +151,7 @@ def _assemble(
   # A loop of the user's own gives its arrays the label 'local' (process/own_model.py).
   later = lambda make: lambda text: text if spec.OWN.fullmatch(text) else make(text)
   rule = lambda text: None if task and text == fragments.LOCAL else later(merge.make)(text)
-  body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))
+  body, vocabulary = (_from_spec(config, name, rule) for name in ('merge', 'embedding_merge'))
   rules = {
     'body': body,
     fragments.EXPERT: body,
@@ -184,10 +183,10 @@ def _assemble(
     exchanged=exchanged,
     never_sent=never_sent,
     layout=layout,
-    codec_up=_make(config, 'codec_up', codecs.get),
-    codec_down=_make(config, 'codec_down', codecs.get),
+    codec_up=_from_spec(config, 'codec_up', codecs.get),
+    codec_down=_from_spec(config, 'codec_down', codecs.get),
     rules=rules,
-    transform=_make(config, 'outer', later(outer.make)),
+    transform=_from_spec(config, 'outer', later(outer.make)),
     agreement=agreement_lib.encode({**shared, 'layout': layout.digest()}),
     task=task,
   )
@@ -209,29 +208,25 @@ def make_task(config: run_config.Config) -> task_lib.Task:
     )
   try:
     name, arguments = spec.parse(named['call'])
-    made = getattr(_module(named['where']), name)(config, **arguments)
+    where = named['where']
+    in_file = where.endswith('.py')
+    module = load.module(pathlib.Path(where)) if in_file else importlib.import_module(where)
+    task = getattr(module, name)(config, **arguments)
   except (ImportError, AttributeError, TypeError, OSError, SyntaxError) as error:
     raise ValueError(f'task {config.task!r}: {type(error).__name__}: {error}') from error
-  if not isinstance(made, task_lib.Task):
-    raise ValueError(f'task {config.task!r} returned a {type(made).__name__}, not a Task')
-  return made
-
-
-def _module(where: str) -> types.ModuleType:
-  """The module in a file as it is now, or of that name."""
-  if where.endswith('.py'):
-    return load.module(pathlib.Path(where))
-  return importlib.import_module(where)
+  if not isinstance(task, task_lib.Task):
+    raise ValueError(f'task {config.task!r} returned a {type(task).__name__}, not a Task')
+  return task
 
 
 def require_own(config: run_config.Config) -> None:
   """Raises ValueError if the syncer cannot make a rule or optimizer of the user's own."""
   for name, make in (('merge', merge.make), ('embedding_merge', merge.make), ('outer', outer.make)):
     if spec.OWN.fullmatch(getattr(config.sync, name)):
-      _make(config, name, make)
+      _from_spec(config, name, make)
 
 
-def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:
+def _from_spec(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:
   """Makes the object of a spec in config.sync. Raises ValueError, which names the setting."""
   try:
     return make(getattr(config.sync, name))

@@ -1,4 +1,4 @@
-"""Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
+"""Loads the config that a command or a notebook names; writes and reads config.json of a run."""
 
 import contextlib
 import glob
@@ -20,11 +20,7 @@ from diloco_jax.storage import json_files
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
-WRITTEN = (
-  FILE,
-  'tokenizer.',
-  tokenizer_lib.CONFIG,
-)  # how the names of what `write` has written begin
+WRITTEN = FILE, 'tokenizer.', tokenizer_lib.CONFIG  # how the names of what `write` writes begin
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
@@ -48,7 +44,7 @@ def load(name: str) -> run_config.Config:
   file, *variant = name.split(':', 1)
   path = _SHIPPED / f'{file}.py' if file.isidentifier() else pathlib.Path(file)
   if path.suffix != '.py' or files_lib.kind(path):
-    shipped = ', '.join(sorted(one.stem for one in _SHIPPED.glob('[!_]*.py')))
+    shipped = ', '.join(sorted(path.stem for path in _SHIPPED.glob('[!_]*.py')))
     raise ValueError(
       f'there is no config {file!r} (seen from {pathlib.Path.cwd()}: it is '
       f'{files_lib.kind(file) or "no *.py"}); name a FILE.py, which every process reads, the '
@@ -65,7 +61,7 @@ def load(name: str) -> run_config.Config:
   return config
 
 
-def shipped() -> list[str]:
+def list_shipped() -> list[str]:
   """NAME:VARIANT of each config of the package."""
   names = []
   for path in sorted(_SHIPPED.glob('[!_]*.py')):
@@ -74,13 +70,8 @@ def shipped() -> list[str]:
   return names
 
 
-_OF_FILES = (
-  ('', 'task'),
-  ('sync', 'merge'),
-  ('sync', 'embedding_merge'),
-  ('sync', 'outer'),
-  ('optimizer', 'name'),
-)
+# Settings that may name a file.
+_MAY_NAME_FILES = 'task', 'sync.merge', 'sync.embedding_merge', 'sync.outer', 'optimizer.name'
 
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
@@ -89,7 +80,8 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   folder, and its tokenizer: it belongs to the model, so it stays with it; what the run has begun
   with stays, too. Raises OSError, and ValueError for another tokenizer."""
   values = config.to_dict()
-  for section, name in _OF_FILES:
+  for setting in _MAY_NAME_FILES:
+    section, _, name = setting.rpartition('.')
     at = values[section] if section else values
     file, dot_py, call = at[name].partition('.py:')
     at[name] = os.path.abspath(file) + dot_py + call if dot_py else file
@@ -103,12 +95,12 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.data.tokenizer:
     file = tokenizer_lib.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
-    content = lambda path: (path.read_bytes(), tokenizer_lib.said_end(path))
+    content, end = file.read_bytes(), tokenizer_lib.said_end(file)
     if not (workdir / kept).is_file():
-      if end := tokenizer_lib.said_end(file):
+      if end:
         json_files.write(workdir / tokenizer_lib.CONFIG, {'eos_token': end})
-      json_files.replace(workdir / kept, file.read_bytes())
-    elif content(workdir / kept) != content(file):
+      json_files.replace(workdir / kept, content)
+    elif (workdir / kept).read_bytes() != content or tokenizer_lib.said_end(workdir / kept) != end:
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
   values['brought'] = brought(workdir)
   json_files.write(workdir / FILE, formats.stamp('config') | values)
@@ -147,18 +139,18 @@ def module(path: pathlib.Path) -> types.ModuleType:
     sys.path.append(folder)  # a config file may import files beside it, as a script does
   spec = importlib.util.spec_from_file_location(_MODULE, path)
   assert spec and spec.loader  # a path has both
-  made = importlib.util.module_from_spec(spec)
-  sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[_MODULE] = module  # dataclasses look up the module of a class by its name
   try:
     # Without its bytecode, which may be of a file that was written in the same second.
-    exec(compile(path.read_bytes(), path, 'exec', dont_inherit=True), made.__dict__)
+    exec(compile(path.read_bytes(), path, 'exec', dont_inherit=True), module.__dict__)
   except flags.DuplicateFlagError as error:
     name = re.findall("'(.*?)'", str(error))[0]
     raise ValueError(
       f'{path} defines the flag --{name}, which the program has, too: give it another name, or '
       "define it under `if __name__ == '__main__':`"
     ) from error
-  return made
+  return module
 
 
 def _where(path: pathlib.Path, error: Exception) -> str:

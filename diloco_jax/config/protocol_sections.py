@@ -1,7 +1,7 @@
 """The sections of a config that are views of the protocol's table, in the units that users write.
 
-Type checkers cannot see what `make_dataclass` makes: protocol_sections.pyi says it to them, and
-scripts/config_stub.py writes it.
+Type checkers cannot see what `make_dataclass` makes: they read protocol_sections.pyi, which
+scripts/config_stub.py writes.
 """
 
 import dataclasses
@@ -16,22 +16,25 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 def settings(section: str) -> dict[str, config_lib.Setting]:
   """The rows of the table that a section holds, by the names of its fields."""
   rows = {}
-  for one in config_lib.TABLE.values():
-    where, _, name = one.name.partition('.')
+  for setting in config_lib.TABLE.values():
+    where, _, name = setting.name.partition('.')
     if where == section:
-      rows[name] = one
+      rows[name] = setting
   return rows
 
 
 def _section(section: str) -> type:
-  fields = [(name, _type(one), one.written(one.default)) for name, one in settings(section).items()]
+  fields = [
+    (name, _type(setting), setting.written(setting.default))
+    for name, setting in settings(section).items()
+  ]
   return dataclasses.make_dataclass(f'_{section}', fields, kw_only=True, slots=True)
 
 
-def _type(one: config_lib.Setting) -> Any:
-  if one.choices:
+def _type(setting: config_lib.Setting) -> Any:
+  if setting.choices:
     return str
-  return OptionalInt if one.default is None else int if one.unit == 1 else float
+  return OptionalInt if setting.default is None else int if setting.unit == 1 else float
 
 
 Sync = _section('sync')

@@ -147,10 +147,10 @@ class Config:
   def protocol(self) -> config_lib.ProtocolConfig:
     """The settings of the protocol: integers, times in nanoseconds."""
     values = {}
-    for field, one in config_lib.TABLE.items():
-      section, _, name = one.name.partition('.')
+    for field, setting in config_lib.TABLE.items():
+      section, _, name = setting.name.partition('.')
       if name:
-        values[field] = one.read(getattr(getattr(self, section), name))
+        values[field] = setting.read(getattr(getattr(self, section), name))
     return config_lib.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
@@ -172,7 +172,13 @@ class Config:
 
   def flat(self) -> dict[str, Any]:
     """Dotted names to plain values, for example {'sync.quorum': 1, ...}."""
-    return dict(_flatten('', dataclasses.asdict(self)))
+    values = {}
+    for name, value in dataclasses.asdict(self).items():
+      if isinstance(value, dict):
+        values |= {f'{name}.{field}': setting for field, setting in value.items()}
+      else:
+        values[name] = value
+    return values
 
   def agreement(self) -> dict[str, Any]:
     """The settings that every learner must share with the syncer. Not among them: the mesh, its
@@ -181,28 +187,24 @@ class Config:
     the corpus may differ, too, but batch i of shard v must be the same for all: build.py adds a
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
-    own = {one.name for one in config_lib.TABLE.values() if not one.shared}
+    own = {setting.name for setting in config_lib.TABLE.values() if not setting.shared}
     own |= {'model.remat', 'model.loss_chunk', 'sync.follow_bytes_per_s'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards', 'data.local')
     if self.task != OWN_LOOP:
-      shared += (
-        'model.',
-        'optimizer.',
-        'train.seed',
-        'data.seq_len',
-        'data.batch_size',
-        'data.seed',
-      )
+      shared += ('model.', 'optimizer.', 'train.seed')
+      shared += ('data.seq_len', 'data.batch_size', 'data.seed')
     values = {
       name: value
       for name, value in self.flat().items()
       if name.startswith(shared) and name not in own
     }
-    # As the path of a task, that of a file with a rule may differ.
+    # The path of a file with a rule may differ, like the path of a task.
     short = lambda value: re.sub(r'^.*/(?=[^/]+\.py:)', '', value)
-    return {name: short(one) if isinstance(one, str) else one for name, one in values.items()}
+    return {
+      name: short(value) if isinstance(value, str) else value for name, value in values.items()
+    }
 
 
 def learner_ids(learners: int) -> list[str]:
@@ -233,11 +235,3 @@ def require_types(prefix: str, section: Any) -> None:
 def _within(name: str, value: float, low: float, high: float, remedy: str) -> None:
   if not low <= value <= high:  # written so that NaN fails
     raise ValueError(f'{name} is {value}, it must be between {low} and {high}: {remedy}')
-
-
-def _flatten(prefix: str, value: Any):
-  if isinstance(value, dict) and value:
-    for key, item in value.items():
-      yield from _flatten(f'{prefix}.{key}' if prefix else key, item)
-  else:
-    yield prefix, value

@@ -6,7 +6,7 @@ one wavelength of RoPE for all layers; and the text is read as bytes, for a toke
 task of one's own.
 
 The layers are one stack under a scan, fragments are groups of layers, parameters are bfloat16 with
-anchors and moments in float32. The mesh is that of the smallest slice that each fits (below); each
+anchors and moments in float32. The mesh is for the smallest slice on which each fits (below); each
 learner chooses its own.
 """
 

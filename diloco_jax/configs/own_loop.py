@@ -3,8 +3,8 @@
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own
 
 The first learner that joins brings the model, so there is none here, and `diloco train` cannot
-start such a run. The settings are those of `diloco_jax.run_syncer` without `sync=`; a loop takes
-those of the syncer that it joins.
+start such a run. `diloco_jax.run_syncer` without `sync=` has the same settings; a loop uses the
+settings of the syncer that it joins.
 
 With `--config=own_loop:alone` one learner makes the bits of its loop without a syncer
 (docs/tutorials/own_loop.md).

@@ -34,33 +34,25 @@ from diloco_jax.train import config as train_config
 
 def cpu() -> run_config.Config:
   """Decoupled DiLoCo, sized for two cores."""
-  learners, steps = 4, 850
   return run_config.Config(
     name='cpu',
     model=train_config.ModelConfig(
-      num_layers=2,
-      embed_dim=96,
-      num_heads=4,
-      num_kv_heads=2,
-      head_dim=24,
-      hidden_dim=256,
+      num_layers=2, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
     data=train_config.DataConfig(seq_len=128, batch_size=8, shards=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
     sync=run_config.SyncConfig(
-      learners=learners,
+      learners=4,
       quorum=1,
       fragments=12,
       period=12,
       overlap=3,
-      codec_up='int8',
-      codec_down='int8',
       outer='nesterov(learning_rate=0.7, momentum=0.5)',
       checkpoint_every_syncs=60,
     ),
     train=run_config.TrainConfig(
-      steps=steps, log_every=50, eval_every=100, checkpoint_every_steps=100
+      steps=850, log_every=50, eval_every=100, checkpoint_every_steps=100
     ),
   )
 
@@ -69,20 +61,11 @@ def tiny() -> run_config.Config:
   """The same in a few seconds, for tests."""
   config = cpu()
   config.model = train_config.ModelConfig(
-    num_layers=2,
-    embed_dim=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    hidden_dim=64,
+    num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, hidden_dim=64
   )
   config.optimizer.warmup_steps = 4
   config.data = train_config.DataConfig(
-    seq_len=32,
-    batch_size=4,
-    shards=16,
-    eval_batches=1,
-    eval_batch_size=8,
+    seq_len=32, batch_size=4, shards=16, eval_batches=1, eval_batch_size=8
   )
   config.sync.learners, config.sync.fragments, config.sync.period = 3, 4, 4
   config.sync.checkpoint_every_syncs = 8
@@ -119,12 +102,7 @@ def small() -> run_config.Config:
   """A model of 63,264 parameters on windows of 32 bytes: a step takes 5 ms on one core."""
   config = decoupled()
   config.model = train_config.ModelConfig(
-    num_layers=2,
-    embed_dim=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    hidden_dim=128,
+    num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=12, hidden_dim=128
   )
   config.optimizer.learning_rate = 6e-3
   config.data.seq_len, config.data.eval_batches, config.data.eval_batch_size = 32, 8, 64

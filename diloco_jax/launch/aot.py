@@ -1,7 +1,7 @@
 """What the TPU compiler says of a config, on a machine without TPUs: `look_up` makes its topology,
 `compile_all` compiles a learner's functions for it, `verdict` says whether they fit.
 
-Sizes are those of one chip, in bytes.
+All sizes are bytes on one chip.
 """
 
 import collections
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 GIB = 1 << 30
 HBM = {'v5e': 16 * GIB, 'v6e': 32 * GIB, 'v5p': 95 * GIB}
 _TOPOLOGY = re.compile(r'(?:v5e|v6e):\d+x\d+|v5p:\d+x\d+x\d+')
-_COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+_COLLECTIVE = r'(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\('
 _UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': GIB, 'T': 1 << 40}
 _USED = re.compile(r'RESOURCE_EXHAUSTED.*?(?:HLO temporaries \(|Used )([\d.]+)([KMGT])', re.DOTALL)
 _REMEDIES = {
@@ -36,8 +36,8 @@ class Function(NamedTuple):
   """A compiled function.
 
   Attributes:
-    arguments, outputs, temporaries, code: memory; of the outputs that of donated arguments does not
-      count. `temporaries` is all that it needs, if the compiler has refused it.
+    arguments, outputs, temporaries, code: memory; `outputs` without the donated arguments.
+      `temporaries` is all that it needs, if the compiler has refused it.
     collectives: how many of each kind.
     flops: as the compiler counts them: the body of a scan once, no Pallas kernel.
   """
@@ -59,8 +59,8 @@ class DoesNotFit(Exception):
 def prepare() -> None:
   """Sets what libtpu reads, before jax is loaded. Raises ValueError without libtpu."""
   if importlib.util.find_spec('libtpu') is None:
-    needed = importlib.metadata.requires('jax') or ()
-    pins = [one.partition(';')[0].strip() for one in needed if one.startswith('libtpu')]
+    packages = importlib.metadata.requires('jax') or ()
+    pins = [text.partition(';')[0].strip() for text in packages if text.startswith('libtpu')]
     raise ValueError(
       f'the TPU compiler is not installed: {sys.executable} -m pip install '
       f'"{pins[0] if pins else "libtpu"}" (200 MB; the extra [aot])'
@@ -103,7 +103,7 @@ class CompiledLearner:
 
   Attributes:
     kind: of the fragment that takes the most memory.
-    arrays: what a chip holds all the time, each fragment captured.
+    arrays: bytes that are on a chip all the time, with every fragment captured.
     flops: of a step on a chip, by the formula of the task; 0: it has none.
   """
 
@@ -163,51 +163,48 @@ class CompiledLearner:
 
   def functions(self) -> Iterator[Function]:
     """Compiles the step, and for the largest fragment encode, adopt and apply."""
-    yield _compiled('step', lambda: self._step.lower(*self._arguments))
+    yield _compile('step', lambda: self._step.lower(*self._arguments))
     for name in ('encode', 'adopt', 'apply'):
       lower = getattr(self._exchange, f'lower_{name}')
-      yield _compiled(name, lambda: lower(self.kind))
+      yield _compile(name, lambda: lower(self.kind))
 
 
 def _bytes(tree: Any) -> int:
-  """The part of one device."""
+  """The bytes of arrays on one device."""
   import jax
 
   part = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
   return sum(map(part, jax.tree.leaves(tree)))
 
 
-def _compiled(name: str, lower: Any) -> Function:
+def _compile(name: str, lower: Any) -> Function:
   import jax
 
   begun_s = time.process_time()
   try:
-    made = lower().compile()
+    compiled = lower().compile()
   except jax.errors.JaxRuntimeError as error:
     used = _USED.search(str(error))
     if used is None:
       raise
     needed = int(float(used[1]) * _UNITS[used[2]])
     return Function(name, 0, 0, needed, 0, {}, 0.0, time.process_time() - begun_s)
-  sizes, text = made.memory_analysis(), made.as_text()
-  count = {
-    collective: text.count(f'{collective}(') + text.count(f'{collective}-start(')
-    for collective in _COLLECTIVES
-  }
+  sizes = compiled.memory_analysis()
+  counts = collections.Counter(re.findall(_COLLECTIVE, compiled.as_text()))
   return Function(
     name,
     sizes.argument_size_in_bytes,
     sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
     sizes.temp_size_in_bytes,
     sizes.generated_code_size_in_bytes,
-    {one: number for one, number in count.items() if number},
-    made.cost_analysis().get('flops', 0.0),
+    dict(counts),
+    compiled.cost_analysis().get('flops', 0.0),
     time.process_time() - begun_s,
   )
 
 
 def peak(arrays: Mapping[str, int], function: Function) -> int:
-  """What a chip holds while a function runs, at most."""
+  """The most bytes on a chip while a function runs."""
   return sum(arrays.values()) + function.outputs + function.temporaries
 
 
@@ -216,16 +213,15 @@ def verdict(hbm: int, arrays: Mapping[str, int], functions: list[Function]) -> s
 
   Args:
     hbm: of a chip.
-    arrays: what a learner holds all the time.
-    functions: what it runs beside them, one at a time.
+    arrays: bytes that are on a chip all the time.
+    functions: they run one at a time, each with its bytes beside `arrays`.
 
   Raises:
-    DoesNotFit: it is more than that.
+    DoesNotFit: all of it is more than `hbm`.
   """
-  code = sum(function.code for function in functions)
   fullest = max(functions, key=lambda function: peak(arrays, function), default=None)
-  most = sum(arrays.values()) if fullest is None else peak(arrays, fullest)
-  most += code
+  most = sum(function.code for function in functions)
+  most += peak(arrays, fullest) if fullest else sum(arrays.values())
   during = f' while {fullest.name} runs' if fullest else ''
   if most <= hbm:
     return f'fits: at most {most / GIB:.2f} of {hbm / GIB:.0f} GiB{during}, {most / hbm:.0%}'

@@ -50,7 +50,7 @@ class Child:
 
   async def wait(self) -> int:
     """Returns the exit code (negative: the signal's number). The process group is dead by then."""
-    while self.running:  # Process.wait waits for the output, too, which a descendant may hold open
+    while self.running:  # Process.wait waits for the output, too, which a descendant may keep open
       await asyncio.sleep(_POLL_S)
     self._signal_group(signal.SIGKILL)  # processes that the child started must not outlive it
     await asyncio.wait([self._relay], timeout=_DRAIN_S)
@@ -77,8 +77,10 @@ class Child:
   def kill(self) -> None:
     """Kills the process and all its descendants at once."""
     if self.running:
-      for process in _descendants(self.pid):
-        _kill(process)
+      with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(self.pid).children(recursive=True):
+          with contextlib.suppress(psutil.Error):
+            process.kill()
       self._signal_group(signal.SIGKILL)
 
   def _signal_group(self, number: int) -> None:
@@ -90,14 +92,14 @@ class Child:
     while data := await self._process.stdout.read(_READ_BYTES):
       *lines, rest = (rest + data).split(b'\n')
       for line in lines:
-        self._line(line)
+        self._log_line(line)
       if len(rest) > _MAX_LINE_BYTES:
-        self._line(rest)
+        self._log_line(rest)
         rest = b''
     if rest:
-      self._line(rest)
+      self._log_line(rest)
 
-  def _line(self, line: bytes) -> None:
+  def _log_line(self, line: bytes) -> None:
     with contextlib.suppress(OSError):  # a full disk must not stop a run
       self._log.write(line + b'\n')
     text = line.decode(errors='replace').rstrip('\r')
@@ -136,15 +138,3 @@ async def start(
     output.close()
     raise
   return Child(name, process, output, listen)
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-  try:
-    return psutil.Process(pid).children(recursive=True)
-  except psutil.Error:
-    return []
-
-
-def _kill(process: psutil.Process) -> None:
-  with contextlib.suppress(psutil.Error):
-    process.kill()

@@ -26,11 +26,10 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders
 from diloco_jax.transport import addresses
 
-# Of --workdir.
+# The help text of --workdir.
 TO_READ = (
   'The folder of the run, or its store, gs://BUCKET/PREFIX too; the default is as of `status`.'
 )
-
 
 _NO_INT = r"invalid literal for int\(\) with base \d+: ('.*')"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -63,9 +62,6 @@ class _OptionalIntParser(flags.ArgumentParser):
     if argument.lower() in ('none', 'null', ''):
       return None
     return flags.IntegerParser().parse(argument)
-
-  def flag_type(self) -> str:
-    return 'integer or none'
 
 
 flags.disclaim_key_flags()  # --help lists --config under the program that defines it
@@ -143,21 +139,21 @@ def define_follow() -> None:
   )
 
 
-def follows() -> tuple[bool, str, addresses.Access]:
+def follow_flags() -> tuple[bool, str, addresses.Access]:
   """Whether to follow the run, where its syncer is, and how to reach it, by the flags."""
   return flags.FLAGS['follow'].value, flags.FLAGS['syncer'].value, access()
 
 
 def define_metrics() -> None:
   """Defines --metrics_port."""
-  text = (
-    'The port of /metrics, for Prometheus, at every address of this machine; 0 is any free one.'
+  where = 'at every address of this machine; 0 is any free one.'
+  flags.DEFINE_integer(
+    'metrics_port', None, f'The port of /metrics, for Prometheus, {where}', 0, 65535
   )
-  flags.DEFINE_integer('metrics_port', None, text, 0, 65535)
 
 
 def serve_metrics(process: str) -> None:
-  """As --metrics_port says; a port that is in use is no reason not to train."""
+  """Serves /metrics at --metrics_port; a port that is in use is no reason not to train."""
   if (port := flags.FLAGS['metrics_port'].value) is not None:
     from diloco_jax.report import serve  # only --metrics_port needs it
 
@@ -175,7 +171,7 @@ def access(node: str = '') -> addresses.Access:
 
 
 def overrides() -> dict[str, object]:
-  """Those of this command line."""
+  """The overrides of config fields on this command line."""
   return getattr(flags.FLAGS['config'], 'override_values', {})
 
 
@@ -183,7 +179,9 @@ def config_flags_of_this_process() -> list[str]:
   """`--config` and its overrides as on this command line, to pass to a child process."""
   return [
     f'--config={flags.FLAGS["config"].config_filename}',
-    *(f'--config.{name}={"none" if one is None else one}' for name, one in overrides().items()),
+    *(
+      f'--config.{name}={"none" if value is None else value}' for name, value in overrides().items()
+    ),
   ]
 
 
@@ -192,11 +190,11 @@ def run_command(module: types.ModuleType) -> NoReturn:
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
   for word in sys.argv[1:]:
-    if found := re.fullmatch(r'-?-(?:h|help|help(full)|\?)', word):
+    if asked := re.fullmatch(r'-?-(?:h|help|help(full)|\?)', word):
       from diloco_jax.launch import help as help_lib  # only --help needs it
 
-      show = lambda argv: print(help_lib.text(module, full=bool(found[1])), flush=True)
-      sys.exit(_guarded(show, []))
+      show = lambda argv: print(help_lib.text(module, full=bool(asked[1])), flush=True)
+      sys.exit(_call(show, []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
 
@@ -204,8 +202,8 @@ def run_command(module: types.ModuleType) -> NoReturn:
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """Calls absl's app.run with the exit codes of process/exits.py. Without --config the config is
-  that of the run in --workdir, if there is one, else `default_config`. With `positional`, `main`
+  """Calls absl's app.run with the exit codes of process/exits.py. Without --config it uses the
+  config of the run in --workdir, if there is one, else `default_config`. With `positional`, `main`
   gets the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   workdir = _value(argv, 'workdir')
@@ -214,7 +212,7 @@ def run_main(
   if default_config and 'config' in flags.FLAGS and not _value(argv, 'config'):
     argv.insert(1, f'--config={default_config}')
   app.run(
-    lambda rest: _guarded(main, rest),
+    lambda rest: _call(main, rest),
     argv=argv,
     flags_parser=functools.partial(_parse, positional=positional),
   )
@@ -294,7 +292,8 @@ def reading_a_model() -> Iterator[None]:
     yield
 
 
-def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+  """Calls `main`; returns its exit code, or the one that stands for its error."""
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
   os.umask(0o077)  # weights, tapes and keys are for this user
@@ -312,7 +311,7 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     return 1
 
 
-def _parse(argv: list[str], positional: bool = False) -> list[str]:
+def _parse(argv: list[str], positional: bool) -> list[str]:
   sys.argv = argv  # config_flags reads the overrides from there
   try:
     rest = flags.FLAGS(argv)
@@ -321,7 +320,7 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
   except LookupError as error:
     sys.exit(exits.refuse(_explain_lookup(argv, error)))
   except flags.UnrecognizedFlagError as error:
-    sys.exit(exits.refuse(f'{exits.one_line(error)}{_fields_named(error.flagname)}'))
+    sys.exit(exits.refuse(f'{exits.one_line(error)}{_hint_at_fields(error.flagname)}'))
   except (exits.NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     missing = re.match(r'flag --(\w+)=None: ', str(error))
     about = flags.FLAGS[missing[1]].help.partition(';\n')[0] if missing else ''
@@ -330,13 +329,11 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
   workdir = flags.FLAGS['workdir'] if 'workdir' in flags.FLAGS else None
   if workdir is not None and workdir.value == '' and workdir.default is None:
     sys.exit(exits.refuse('--workdir is empty: name the folder of the run'))
-  reads = workdir is not None and workdir.help == TO_READ
+  buckets = (folders.BUCKET,) if workdir is not None and workdir.help == TO_READ else ()
   for path in (_value(argv, 'workdir'), *rest[1:]):
-    if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith(folders.BUCKET)):
-      told = f'{path} is a URL: only folders of a file system work. Nothing was started'
-      sys.exit(
-        exits.refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...')
-      )
+    if re.match(r'\w[\w+.-]*://', path) and not path.startswith(buckets):
+      text = f'{path} is a URL: only folders of a file system work. Nothing was started. What must'
+      sys.exit(exits.refuse(f'{text} outlive this machine: --config.train.store=gs://...'))
   if len(rest) > 1 and not positional:
     sys.exit(
       exits.refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value')
@@ -344,12 +341,12 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
   return rest
 
 
-def _fields_named(flag: str) -> str:
-  """A hint at the fields of the config that have the name of an unknown flag."""
-  found = [field.name for field in fields.walk() if field.name.rpartition('.')[2] == flag]
-  if 'config' not in flags.FLAGS or not found:
+def _hint_at_fields(flag: str) -> str:
+  """Names the fields of the config that have the name of an unknown flag."""
+  names = [field.name for field in fields.walk() if field.name.rpartition('.')[2] == flag]
+  if 'config' not in flags.FLAGS or not names:
     return ''
-  return f'. In the config: {", ".join(f"--config.{name}" for name in found)}'
+  return f'. In the config: {", ".join(f"--config.{name}" for name in names)}'
 
 
 def _explain_lookup(argv: list[str], error: LookupError) -> str:
@@ -357,7 +354,7 @@ def _explain_lookup(argv: list[str], error: LookupError) -> str:
   known = [field.name for field in fields.walk()]
   for word in argv:
     match = _OVERRIDE.match(word)
-    if match and known and match[1] not in known:
+    if match and match[1] not in known:
       close = difflib.get_close_matches(match[1], known, n=1, cutoff=0.5)
       hint = f'did you mean --config.{close[0]}?' if close else f'it begins: {", ".join(known[:8])}'
       return f'--config.{match[1]}: the config has no such field; {hint}'

@@ -18,8 +18,8 @@ _FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
 def text(module: types.ModuleType, full: bool) -> str:
   """The docstring of a command's module and its flags; with `full` all fields of the config."""
   parts = [_prose(part) for part in (module.__doc__ or '').strip().split('\n\n')]
-  own = sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda one: one.name)
-  if shown := [_flag(one) for one in own if full or not _OF_ENGINE.match(one.help)]:
+  own = sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name)
+  if shown := [_flag_text(flag) for flag in own if full or not _OF_ENGINE.match(flag.help)]:
     parts.append('\n'.join(['Flags:', *shown]))
   if 'config' in flags.FLAGS:
     name = module.__name__.rpartition('.')[2]
@@ -38,7 +38,7 @@ def _prose(part: str) -> str:
 
 
 def _narrow(line: str) -> Iterator[str]:
-  """A line of a shell, in shorter ones: its comment above it, and a command continued."""
+  """Splits a line of a shell: its comment goes above it, a long command is continued."""
   command, mark, comment = line.partition('  # ')
   if len(line) <= COLUMNS:
     yield line
@@ -48,17 +48,18 @@ def _narrow(line: str) -> Iterator[str]:
     yield from (f'    # {comment.strip()}', *_narrow(command.rstrip()))
   else:
     how = {'break_long_words': False, 'break_on_hyphens': False}
-    *some, last = textwrap.wrap(line, COLUMNS - 2, subsequent_indent='      ', **how)
-    yield from (*(f'{one} \\' for one in some), last)
+    yield from ' \\\n'.join(
+      textwrap.wrap(line, COLUMNS - 2, subsequent_indent='      ', **how)
+    ).splitlines()
 
 
-def _flag(one: flags.Flag) -> str:
-  values = getattr(one.parser, 'enum_values', None)
-  kind = '|'.join(values) if values else one.flag_type().removeprefix('multi ').upper()
-  kind = 'STRING,...' if isinstance(one.parser, flags.ListParser) else kind
-  default = '' if one.default in (None, '', False, [], '{}') else f' (default: {one.default})'
-  about = re.sub(r'^<.*?>: |;\s+repeat this option.*', '', one.help)
-  name = f'[no]{one.name}' if one.boolean else f'{one.name}={kind}'
+def _flag_text(flag: flags.Flag) -> str:
+  values = getattr(flag.parser, 'enum_values', None)
+  kind = '|'.join(values) if values else flag.flag_type().removeprefix('multi ').upper()
+  kind = 'STRING,...' if isinstance(flag.parser, flags.ListParser) else kind
+  default = '' if flag.default in (None, '', False, [], '{}') else f' (default: {flag.default})'
+  about = re.sub(r'^<.*?>: |;\s+repeat this option.*', '', flag.help)
+  name = f'[no]{flag.name}' if flag.boolean else f'{flag.name}={kind}'
   head = f'--{name}: {about}{default}'
   return textwrap.fill(
     head, COLUMNS, initial_indent='  ', subsequent_indent='      ', break_on_hyphens=False
@@ -67,9 +68,9 @@ def _flag(one: flags.Flag) -> str:
 
 def words(module: types.ModuleType) -> list[str]:
   """Flags, the configs of the package, and the runs below this folder."""
-  own = {one.name: one for one in flags.FLAGS.get_key_flags_for_module(module)}
+  own = {flag.name: flag for flag in flags.FLAGS.get_key_flags_for_module(module)}
   runs = folder_lib.runs()
-  found = [f'--{name}' + '=' * (not one.boolean) for name, one in own.items()]
-  found += [f'--config={name}' for name in load.shipped()] if 'config' in own else []
-  found += [f'--workdir={run}' for run in runs] if 'workdir' in own else []
-  return sorted(found) + (runs if getattr(module, 'POSITIONAL', False) else [])
+  words = [f'--{name}' + '=' * (not flag.boolean) for name, flag in own.items()]
+  words += [f'--config={name}' for name in load.list_shipped()] if 'config' in own else []
+  words += [f'--workdir={run}' for run in runs] if 'workdir' in own else []
+  return sorted(words) + (runs if getattr(module, 'POSITIONAL', False) else [])

@@ -26,20 +26,15 @@ SUPERVISOR = 'supervisor'
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
   """The environment of a process that has `devices` emulated devices if jax finds no accelerator;
   the user's settings win."""
-  ours = {
+  path = os.pathsep.join(filter(None, base.get('PYTHONPATH', '').split(os.pathsep)))
+  tunables = [spec_lib.ENVIRONMENT['GLIBC_TUNABLES'], base.get('GLIBC_TUNABLES')]
+  return {
     'JAX_COMPILATION_CACHE_DIR': str(folders.compiled(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-  }
-  path = os.pathsep.join(filter(None, base.get('PYTHONPATH', '').split(os.pathsep)))
-  common = spec_lib.ENVIRONMENT
-  return {
-    **ours,
-    **common,
+    **spec_lib.ENVIRONMENT,
     **base,
-    'GLIBC_TUNABLES': ':'.join(
-      filter(None, [common['GLIBC_TUNABLES'], base.get('GLIBC_TUNABLES')])
-    ),
+    'GLIBC_TUNABLES': ':'.join(filter(None, tunables)),
     'JAX_NUM_CPU_DEVICES': str(devices),
     'PYTHONUNBUFFERED': '1',
     'PYTHONPATH': path,  # an empty part would be the folder of the start
@@ -47,18 +42,18 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def learner_environments(
-  processes: int, devices: int, found: accelerators.Accelerators | None
+  processes: int, devices: int, available: accelerators.Accelerators | None
 ) -> list[dict[str, str]]:
   """The environment of each process of the learners: accelerators of its own if there are enough,
   else emulated CPU devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they
   share."""
-  shares = accelerators.share(found, processes, devices)
+  shares = accelerators.share(available, processes, devices)
   if shares is None:
     shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * processes
-    if found and 'JAX_PLATFORMS' not in os.environ:
+    if available and 'JAX_PLATFORMS' not in os.environ:
       print(
-        f'{processes} processes with {devices} devices each cannot share the {found.count} '
-        f'{found.kind} devices that are visible here: they use emulated CPU devices',
+        f'{processes} processes with {devices} devices each cannot share the {available.count} '
+        f'{available.kind} devices that are visible here: they use emulated CPU devices',
         flush=True,
       )
   return [{**environment(devices), **share} for share in shares]
@@ -74,13 +69,6 @@ def emulate(config: run_config.Config) -> None:
   lifecycle.prepare_jax(devices)
 
 
-def available_cpus() -> list[int]:
-  """The CPUs that this process may use; empty if the system has no such call."""
-  if not hasattr(os, 'sched_getaffinity'):
-    return []
-  return sorted(os.sched_getaffinity(0))
-
-
 def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
   """Assigns CPUs to each learner, as if each island had its own hardware.
 
@@ -92,7 +80,7 @@ def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
   >>> share_cpus(2, [0, 1, 2, 3])
   [[0, 1], [2, 3]]
   """
-  if not cpus:
+  if not cpus:  # the system does not say which there are
     return [()] * learners
   if learners >= len(cpus):
     return [[cpus[index % len(cpus)]] for index in range(learners)]
@@ -125,26 +113,27 @@ def known(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Kn
 
 def programs(described: spec_lib.Spec) -> list[supervisor_lib.LocalProgram]:
   """The same programs for the supervisor: with an interpreter, and shares of this machine."""
-  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
-  cpus = share_cpus(len(learners), available_cpus())
+  learners = described.learners
+  may_use = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
+  cpus = share_cpus(len(learners), may_use)
   environments = iter(())
   if learners:
     processes = sum(learner.hosts for learner in learners)
     environments = iter(learner_environments(processes, learners[0].chips, accelerators.find()))
-  found = []
+  local_programs = []
   for program in described.programs:
-    syncer = program.role == spec_lib.SYNCER
-    hosts = [environment(1)] if syncer else [next(environments) for _ in range(program.hosts)]
-    found.append(
+    is_syncer = program.role == spec_lib.SYNCER
+    hosts = [environment(1)] if is_syncer else [next(environments) for _ in range(program.hosts)]
+    local_programs.append(
       supervisor_lib.LocalProgram(
         name=program.name,
         command=spec_lib.command(program, cli.PROGRAM),
         environment={**program.environment, **hosts[0]},
         hosts=hosts if len(hosts) > 1 else ({},),
-        cpus=() if syncer else cpus[learners.index(program)],
+        cpus=() if is_syncer else cpus[learners.index(program)],
       )
     )
-  return found
+  return local_programs
 
 
 def run(
@@ -159,30 +148,27 @@ def run(
     carry_out: runs the programs to their end.
     again: the command that continues the run, but for its folder.
   """
-  shown, columns = min(str(workdir), os.path.relpath(workdir), key=len), _columns()
-  watch = f'watch it: {cli.command("status", f"--workdir={shown}", "--open")}'
-  print(f'run {config.name} in {shown}\n{header.shell(watch, columns)}', flush=True)
+  folder = min(str(workdir), os.path.relpath(workdir), key=len)
+  # Lines that no terminal shows have no limit.
+  columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+  watch = f'watch it: {cli.command("status", f"--workdir={folder}", "--open")}'
+  print(f'run {config.name} in {folder}\n{header.shell(watch, columns)}', flush=True)
   with exits.never_retry(files_lib.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:
     raise exits.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
 
-  def tell() -> None:
-    written = summary_lib.write(workdir, plot=not outcome.interrupted)
-    text = summary_lib.text(written, workdir, shutil.get_terminal_size().columns)
+  def print_summary() -> None:
+    summary = summary_lib.write(workdir, plot=not outcome.interrupted)
+    text = summary_lib.text(summary, workdir, shutil.get_terminal_size().columns)
     print('\n' + text, end='', flush=True)
 
-  if not header.try_to_show(tell, 'the summary', cli.command('report', str(workdir))):
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
+  if not header.try_to_show(print_summary, 'the summary', cli.command('report', str(workdir))):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the old one may be full
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:]]
     print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)
   return outcome.code
-
-
-def _columns() -> int:
-  """Of the terminal; lines that no terminal shows have no limit."""
-  return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def _never_began(workdir: pathlib.Path) -> str:
@@ -204,14 +190,13 @@ def run_processes(
 ) -> supervisor_lib.Outcome:
   """Runs the programs under the supervisor. `make`: turns the programs into those that the
   supervisor runs. `kills`: of programs, on the way."""
-  names = [program.name for program in described.programs if program.role == spec_lib.LEARNER]
-  syncer = len(names) < len(described.programs)
+  names = [learner.name for learner in described.learners]
   display = live.Display()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
     make(described),
     workdir,
-    run_facts.RunFacts(names, syncer=syncer, **folder_lib.pace(config)),
+    run_facts.RunFacts(names, syncer=described.has_syncer, **folder_lib.pace(config)),
     recorder,
     kills=kills,
     listen=display.listen,

@@ -72,7 +72,7 @@ def start(devices: int) -> None:
   jax.config.update('jax_enable_compilation_cache', False)  # Pathways keeps what it compiles
   pathwaysutils.initialize()
   try:
-    found = jax.devices()
+    present = jax.devices()
   except RuntimeError as error:
     raise exits.NotInTime(
       f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({exits.one_line(error)}): '
@@ -81,9 +81,9 @@ def start(devices: int) -> None:
   lifecycle.prepare_jax(devices=1)
   # Else an island would compute with a chip of another one what is nowhere yet, and fail with it.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
-  if len(found) < devices:
-    slices = len({getattr(one, 'slice_index', 0) for one in found})
+  if len(present) < devices:
+    slices = len({getattr(device, 'slice_index', 0) for device in present})
     raise exits.NeverRetry(
-      f'all islands need {devices} devices, Pathways has {len(found)} in {slices} slices: add '
+      f'all islands need {devices} devices, Pathways has {len(present)} in {slices} slices: add '
       'slices, or lower sync.learners or config.mesh'
     )

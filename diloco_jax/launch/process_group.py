@@ -29,20 +29,21 @@ class Group:
 
   async def wait(self) -> tuple[int, str]:
     """Returns an exit code and how its process ended, once all have ended: 42 if a host ended with
-    it, else that of the first one that failed. After the end of one the others have a while."""
+    it, else the exit code of the first host that failed. After the end of a host the others have
+    LAST_WORDS_S or TOGETHER_S."""
     ends: list[tuple[int, int]] = []
 
-    async def end(host: int) -> None:
+    async def wait_for(host: int) -> None:
       code = await self.hosts[host].wait()
       ends.append((host, code))
 
-    waits = [asyncio.create_task(end(host)) for host in range(len(self.hosts))]
+    waits = [asyncio.create_task(wait_for(host)) for host in range(len(self.hosts))]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.wait(waits, timeout=LAST_WORDS_S if ends[0][1] else TOGETHER_S)
     self.kill()
     await asyncio.gather(*waits)
     worst = (exits.NEVER, exits.RETRY, exits.DONE)
-    ends.sort(key=lambda one: worst.index(exits.end(one[1])))
+    ends.sort(key=lambda host_and_code: worst.index(exits.end(host_and_code[1])))
     host, code = ends[0]
     self.last_error = self.hosts[host].last_error
     return code, (f'host {host} ' if len(ends) > 1 else '') + _describe_exit(code)
@@ -75,25 +76,21 @@ async def start(
   """Starts a process for each of the environments: the hosts of a learner, if there are several.
   Raises OSError, and leaves none, if one cannot be started."""
   hosts: list[children.Child] = []
+  host_flags: list[str] = []  # by which they find each other; at each start with another port
+  if len(environments) > 1:
+    host_flags = [f'--hosts={len(environments)}', f'--coordinator={files_lib.loopback()}']
   try:
-    for host, words in enumerate(_words(len(environments))):
-      one, environment = f'{name}.{host}' if host else name, environments[host]
-      log = logs / f'{one}.log'
-      hosts.append(await children.start(one, [*command, *words], environment, log, listen, cpus))
+    for host, environment in enumerate(environments):
+      host_name = f'{name}.{host}' if host else name
+      argv = [*command, *host_flags, f'--host={host}'] if host_flags else command
+      log = logs / f'{host_name}.log'
+      hosts.append(await children.start(host_name, argv, environment, log, listen, cpus))
   except OSError:
     for child in hosts:
       child.kill()
       await child.wait()
     raise
   return Group(hosts)
-
-
-def _words(hosts: int) -> list[list[str]]:
-  """The flags by which each process finds the others; at each start the port may be another."""
-  if hosts == 1:
-    return [[]]
-  meet = files_lib.loopback()
-  return [[f'--hosts={hosts}', f'--host={host}', f'--coordinator={meet}'] for host in range(hosts)]
 
 
 def _describe_exit(code: int) -> str:

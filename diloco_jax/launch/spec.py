@@ -2,7 +2,7 @@
 
 `make` is a pure function of what the user asks for (`Request`) and of what only the engine knows
 (`Known`). Every engine (launch/engines) gets the same description: some run its programs, some
-write it as text for another system. `cli.end` says what an exit code means to all of them.
+write it as text for another system. `exits.end` says what an exit code means to all of them.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ SYNCER, LEARNER = names.SYNCER, names.LEARNER
 ALONE = 'none'  # instead of the syncer's address
 CPU = 'cpu'  # instead of a topology
 CHIPS_PER_HOST = 4  # of a TPU slice
+_SPARE_S = 10  # beside train.drain_s
 
 ENVIRONMENT = {
   'GLIBC_TUNABLES': payloads_lib.GLIBC_TUNABLES,
@@ -39,7 +40,7 @@ class Program:
     name: 'syncer', or the id of a learner.
     role: SYNCER or LEARNER.
     argv: its command, which begins with 'diloco', where an engine puts its interpreter (`command`);
-      or that of the user's own loop.
+      or the command of the user's own loop.
     environment: what it needs beside the environment of its machine.
     hosts: the machines on which the command runs at the same time, more than one for a learner of
       several hosts; they start and end together.
@@ -65,6 +66,14 @@ class Spec:
   name: str
   programs: Sequence[Program]
 
+  @property
+  def learners(self) -> list[Program]:
+    return [program for program in self.programs if program.role == LEARNER]
+
+  @property
+  def has_syncer(self) -> bool:
+    return len(self.learners) < len(self.programs)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -73,14 +82,14 @@ class Request:
   Attributes:
     config: of the run.
     config_flags: the same on the command line of a program.
-    name: of the run; '': that of the config.
+    name: of the run; '': `config.name`.
     workdir: the folder of the run; '': the engine chooses one.
-    tls: the folder of this machine that `diloco certs` made, or that of one program; '': no
-      certificates.
+    tls: the folder of this machine that `diloco certs` made, or the folder of one program in it;
+      '': no certificates.
     topology: of the TPU slice of each learner; '' or CPU: config.mesh.hosts other machines.
     syncer: the address of a syncer that runs elsewhere, or ALONE; '': it is part of the run.
     loop: the command of each learner of a run of own loops, in which {learner}, {syncer},
-      {workdir}, {tls} and {store} stand for its own.
+      {workdir}, {tls} and {store} are replaced by the values of that learner.
     port: where the syncer listens; None: the engine chooses.
     only: names of the programs to start; none: all.
     disk_gib: the size of the disk of the syncer.
@@ -104,6 +113,11 @@ class Request:
     return '' if self.topology == CPU else self.topology
 
   @property
+  def stop_s(self) -> int:
+    """How long a program may take to end in order."""
+    return math.ceil(self.config.train.drain_s) + _SPARE_S
+
+  @property
   def run(self) -> str:
     """The name of the run, as a part of a DNS name. Raises ValueError."""
     name = self.name or self.config.name
@@ -122,8 +136,8 @@ class Known:
     syncer: the address that learners dial (commands/learner.py).
     listen: where the syncer listens; '': a Unix socket in `workdir`.
     tls: a folder with a folder of certificates for each program, by its name; '': none.
-    meet: flags by which the hosts of a learner of several find each other.
-    flags: of every program, with the config itself, if it has no file of this machine; none:
+    host_flags: flags by which the hosts of a learner find each other.
+    flags: of every program, with the whole config, where it cannot read the file; none:
       `Request.config_flags`.
   """
 
@@ -131,7 +145,7 @@ class Known:
   syncer: str
   listen: str = ''
   tls: str = ''
-  meet: Sequence[str] = ()
+  host_flags: Sequence[str] = ()
   flags: Sequence[str] = ()
 
 
@@ -149,11 +163,11 @@ def make(request: Request, known: Known) -> Spec:
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       f'connects to --syncer={request.syncer}; give --loop=COMMAND to start them'
     )
-  found = [program.name for program in programs]
+  names = [program.name for program in programs]
   for name in request.only:
-    if name not in found:
-      raise ValueError(f'--only={name}: there is no such program; use some of {", ".join(found)}')
-  chosen = request.only or found
+    if name not in names:
+      raise ValueError(f'--only={name}: there is no such program; use some of {", ".join(names)}')
+  chosen = request.only or names
   return Spec(
     name=request.run, programs=[program for program in programs if program.name in chosen]
   )
@@ -180,7 +194,7 @@ def _learner(request: Request, known: Known, name: str) -> Program:
       *_command('learner', name, request, known),
       f'--learner={name}',
       f'--syncer={request.syncer or known.syncer}',
-      *(known.meet if hosts > 1 else ()),
+      *(known.host_flags if hosts > 1 else ()),
     ],
     environment=ENVIRONMENT,
     hosts=hosts,
@@ -198,7 +212,7 @@ def loop(request: Request, known: Known, name: str) -> list[str]:
     '{tls}': str(check_lib.folder(pathlib.Path(known.tls), name)) if known.tls else '',
     '{store}': request.config.train.store,
   }
-  fill = lambda word: re.sub('|'.join(own), lambda found: own[found[0]], word)
+  fill = lambda word: re.sub('|'.join(own), lambda match: own[match[0]], word)
   return [fill(word) for word in shlex.split(request.loop)]
 
 

@@ -52,7 +52,7 @@ from diloco_jax.report import run_facts
 FINISH_S = 30.0
 STOP_S = 8.0
 TICK_S = 0.25
-SAY_S = 3.0  # of waiting, before it is said for whom
+SAY_S = 3.0  # of waiting, before a line says for which programs
 _KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?))?', re.ASCII)
 
 
@@ -90,13 +90,13 @@ def parse_kills(texts: Sequence[str], names: Sequence[str]) -> list[Kill]:
   """
   kills = []
   for text in texts:
-    found = _KILL.fullmatch(text)
-    if not found or found['victim'] not in names or float(found['at']) > 1:
+    match = _KILL.fullmatch(text)
+    if not match or match['victim'] not in names or float(match['at']) > 1:
       raise ValueError(
         f'--kill={text}: use NAME@FRACTION+SECONDS, as {names[0]}@0.45+8, for a kill when 45 % of '
         f'the run is done and a start 8 s later, with one of the names {", ".join(names)}'
       )
-    kills.append(Kill(found['victim'], float(found['at']), float(found['down'] or 0)))
+    kills.append(Kill(match['victim'], float(match['at']), float(match['down'] or 0)))
   return kills
 
 
@@ -180,7 +180,12 @@ class Supervisor:
     for runner in self._runners.values():
       runner.result()
     self._look()
-    return self._outcome()
+    interrupted = self._interrupts.count > 0
+    # Of few more steps than before all may have been merged: no learner makes one.
+    progress = 1.0 if self._retired else max(self._view.foremost, self._view.progress)
+    learners = [self.statuses[name] for name in self._learners]
+    code, text = _verdict(self.statuses.get(ids.SYNCER), learners, interrupted, progress)
+    return Outcome(code=code, text=text, statuses=self.statuses, interrupted=interrupted)
 
   # --- Fault injection ----------------------------------------------------------------------------
 
@@ -231,7 +236,7 @@ class Supervisor:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
     pauses = restarts.Restarts(self._draw)
     while not self._ending(program.name).is_set():
-      code, why, lived_s = await self._live(program)
+      code, why, lived_s = await self._run_process(program)
       pause_s = self._pauses.pop(program.name, None)
       end = exits.end(code)
       ended = end == exits.NEVER or (end == exits.DONE and pause_s is None)
@@ -251,8 +256,8 @@ class Supervisor:
         pauses.requested()
       await self._pause(program.name, pause_s)
 
-  async def _live(self, program: LocalProgram) -> tuple[int | None, str, float]:
-    """Runs one process, or those of all hosts; returns the exit code, how it ended, and its running
+  async def _run_process(self, program: LocalProgram) -> tuple[int | None, str, float]:
+    """Runs one process, or one for each host; returns the exit code, how it ended, and its running
     time in seconds. The code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
     try:
@@ -278,7 +283,7 @@ class Supervisor:
     finally:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
-    stopped = self._stopped(name, code)
+    stopped = self._was_stopped(name, code)
     self._recorder.report(report_facts.Exit(child=name, pid=child.pid, code=code, stopped=stopped))
     return code, how, time.monotonic() - child.started_s
 
@@ -286,9 +291,9 @@ class Supervisor:
     """The event that forbids another process of this program."""
     return self._stopping if name == ids.SYNCER else self._retiring
 
-  def _stopped(self, name: str, code: int | None) -> bool:
+  def _was_stopped(self, name: str, code: int | None) -> bool:
     """Whether the supervisor has killed a process to end the run: also by SIGTERM, if the process
-    had only begun, and could not take it yet."""
+    had only begun, and had no handler of signals yet."""
     return name in self._cut_off or (code == -signal.SIGTERM and self._ending(name).is_set())
 
   def _note_end(self, name: str, code: int | None, why: str) -> None:
@@ -298,7 +303,7 @@ class Supervisor:
     elif end == exits.DONE:
       self._note(name, 'done', '')
     else:
-      self._note(name, *(('stopped', '') if self._stopped(name, code) else ('down', why)))
+      self._note(name, *(('stopped', '') if self._was_stopped(name, code) else ('down', why)))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""
@@ -323,7 +328,7 @@ class Supervisor:
 
   def _look(self) -> None:
     self._view.take(self._tails.read())
-    for kill in [one for one in self._kills if one.at_fraction <= self._view.foremost]:
+    for kill in [kill for kill in self._kills if kill.at_fraction <= self._view.foremost]:
       if self.bring_down(kill.victim, kill.down_s, 'killed by --kill'):  # it has a process
         self._kills.remove(kill)
 
@@ -342,13 +347,18 @@ class Supervisor:
 
   async def _end(self) -> None:
     """Ends every process: on its own, on SIGTERM, or by SIGKILL."""
-    natural = self._is_natural_end()
+    asked = self._interrupts.count or self._retiring.is_set()
+    # One program is done: the others may end by themselves.
+    natural = not asked and any(status.state == 'done' for status in self.statuses.values())
     self._stop()
     for child in self._running.values():
       child.thaw()
     self._look()  # the last records of the learners
     if natural:
-      await self._wait(math.inf if self._is_complete() else self._finish_s, interrupts=0)
+      # One of the learners has ended at the last step. Before it, all may have been stopped from
+      # outside: then the syncer would wait for them for ever.
+      complete = self._running.keys() == {ids.SYNCER} and self._view.foremost >= 1.0
+      await self._wait(math.inf if complete else self._finish_s, interrupts=0)
     # The learners first: the syncer merges what they send last.
     for names in ([name for name in self._running if name != ids.SYNCER], [ids.SYNCER]):
       for name in names:
@@ -360,30 +370,20 @@ class Supervisor:
       self._cut(name, child)
     await asyncio.wait(self._runners.values())
 
-  def _is_natural_end(self) -> bool:
-    """No signal interrupted, and one program is done: the others get time to end by themselves."""
-    asked = self._interrupts.count or self._retiring.is_set()
-    return not asked and any(status.state == 'done' for status in self.statuses.values())
-
-  def _is_complete(self) -> bool:
-    """The learners have ended, one of them at the last step. Before it, all may have been stopped
-    from outside: then the syncer would wait for them for ever."""
-    return self._running.keys() == {ids.SYNCER} and self._view.foremost >= 1.0
-
   async def _wait(
     self, seconds: float, interrupts: int, names: Sequence[str] | None = None
   ) -> None:
     """Waits until no process is left, or none of `names`, for `seconds`, or until there are more
     than `interrupts`."""
     deadline_s, say_s = time.monotonic() + seconds, time.monotonic() + SAY_S
-    left = lambda: self._running if names is None else self._running.keys() & names
+    left = lambda: self._running.keys() if names is None else self._running.keys() & names
     while left() and time.monotonic() < deadline_s and self._interrupts.count <= interrupts:
       await asyncio.sleep(0.05)
       if time.monotonic() >= say_s:
         say_s = math.inf
         most = '' if seconds == math.inf else f', at most {seconds - SAY_S:.0f} s more'
-        told = (f'{name} ({self._view.condition(name).brief})' for name in sorted(left()))
-        self._listen('local', f'the run ends: it waits for {", ".join(told)}{most}')
+        programs = (f'{name} ({self._view.condition(name).brief})' for name in sorted(left()))
+        self._listen('local', f'the run ends: it waits for {", ".join(programs)}{most}')
 
   def _interrupt(self) -> None:
     if not self._interrupts.add():
@@ -404,37 +404,22 @@ class Supervisor:
     self._stopping.set()
     self._retiring.set()
 
-  def _outcome(self) -> Outcome:
-    syncer = self.statuses.get(ids.SYNCER)
-    learners = [self.statuses[name] for name in self._learners]
-    interrupted = self._interrupts.count > 0
-    # Of few more steps than before all may have been merged: no learner makes one.
-    progress = 1.0 if self._retired else max(self._view.foremost, self._view.progress)
-    return Outcome(
-      **_verdict(syncer, learners, interrupted, progress),
-      statuses=self.statuses,
-      interrupted=interrupted,
-    )
-
 
 def _verdict(
-  syncer: Status | None,
-  learners: list[Status],
-  interrupted: bool,
-  progress: float,
-) -> dict:
+  syncer: Status | None, learners: list[Status], interrupted: bool, progress: float
+) -> tuple[int, str]:
   """Returns (exit code, one line) of a run from the statuses of its programs and its progress, a
   share of its steps. Programs end with 0, too, when they are asked to end before the last step."""
   if interrupted:
-    return {'code': exits.INTERRUPTED, 'text': 'interrupted'}
+    return exits.INTERRUPTED, 'interrupted'
   if syncer is not None and syncer.state == 'refused':
-    return {'code': exits.NEVER_RETRY, 'text': syncer.last_error or 'the syncer refused to start'}
+    return exits.NEVER_RETRY, syncer.last_error or 'the syncer refused to start'
   if learners and all(status.state == 'refused' for status in learners):
-    return {'code': exits.NEVER_RETRY, 'text': learners[0].last_error or 'no learner could start'}
+    return exits.NEVER_RETRY, learners[0].last_error or 'no learner could start'
   if syncer is not None and syncer.state != 'done':
-    return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
+    return 1, f'the syncer is {syncer.state} (see its log)'
   if learners and not any(status.state == 'done' for status in learners):
-    return {'code': 1, 'text': 'no learner finished the run (see their logs)'}
+    return 1, 'no learner finished the run (see their logs)'
   if 0 < progress < 1:
-    return {'code': 1, 'text': f'the run was stopped from outside at {progress:.0%} of its steps'}
-  return {'code': 0, 'text': 'done'}
+    return 1, f'the run was stopped from outside at {progress:.0%} of its steps'
+  return 0, 'done'

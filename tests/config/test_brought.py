@@ -84,8 +84,8 @@ def test_what_has_changed_is_refused_or_said_with_its_file_and_time(name, run, c
   brought.require(load.brought(run), after.things, after.things, says=CHANGED)
   assert f'the {name} is not what' in capfd.readouterr().err or name == 'task', 'once'
   if name in ('data', 'initial model'):
-    found = agreement_lib.refusal(_assembled(run).agreement, before.agreement)
-    assert f': 1 difference: {name} is ' in found, 'a learner elsewhere is refused, too'
+    refusal = agreement_lib.refusal(_assembled(run).agreement, before.agreement)
+    assert f': 1 difference: {name} is ' in refusal, 'a learner elsewhere is refused, too'
   if name == 'initial model':  # its frozen parameters are in what is read
     with pytest.raises(ValueError, match='the initial model is not what'):
       load_params.assemble(run)
@@ -128,11 +128,11 @@ def test_an_export_is_rounded_once_and_copies_what_is_known(run, tmp_path):
   assert {path.name for path in (tmp_path / 'out').iterdir()} == {
     path.name for path in GEMMA.iterdir() if path.is_file()
   }
-  found = hugging_face._tensors(tmp_path / 'out', bool)['model.layers.0.self_attn.o_proj.weight']
+  tensor = hugging_face._tensors(tmp_path / 'out', bool)['model.layers.0.self_attn.o_proj.weight']
   base, pair = (params[name]['layers'][0]['out'] for name in ('base', 'lora'))
   whole = base.astype(np.float32) + (pair['a'] @ pair['b']).reshape(base.shape)
   once = whole.reshape(-1, base.shape[-1]).T.astype(ml_dtypes.bfloat16)
-  np.testing.assert_array_equal(found.map(), once)
+  np.testing.assert_array_equal(tensor.map(), once)
   assert (once != np.asarray(base).reshape(once.T.shape).T).any()
   _flip(tmp_path / 'gemma' / 'config.json')
   done = diloco('export', f'--workdir={run}', f'--out={tmp_path / "other"}')

@@ -27,6 +27,11 @@ def participants(count: int) -> tuple[actions.Participant, ...]:
   )
 
 
+def payloads_of(theta: global_model.Theta, *values: float) -> list[bytes]:
+  """One payload for each learner, all of one value, for codec_up=float32."""
+  return [np.full(theta.master(0).size, value, np.float32).tobytes() for value in values]
+
+
 @pytest.fixture(name='config')
 def _config():
   config = stdlib_lm.get_config('tiny')
@@ -73,11 +78,7 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   theta = global_model.Theta(assembled)
 
   before = theta.master(0)
-  deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
-  payloads = [
-    np.asarray(assembled.codec_up.encode(jnp.asarray(delta))[0]).tobytes() for delta in deltas
-  ]
-  assert not theta.merge(0, participants(2), payloads, ()).failed
+  assert not theta.merge(0, participants(2), payloads_of(theta, 0.25, -1.0), ()).failed
   moved = theta.master(0) - before
   inside = moved != 0  # a fragment is padded with zeros
   np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
@@ -90,8 +91,6 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
   sync.codec_up, sync.outer = 'float32', f'nesterov(learning_rate=1.0, momentum={mu})'
   sync.merge = sync.embedding_merge = 'avg'
   assembled = build.assemble(config)
-  size = global_model.Theta(assembled).master(0).size
-  payloads = [np.full(size, value, np.float32).tobytes() for value in (0.5, 1.5)]
 
   def momentum(theta):
     return np.asarray(theta.arrays()['outer'][0][0].trace).max()
@@ -99,17 +98,17 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
   long = tuple(
     dataclasses.replace(participant, steps=r * sync.period) for participant in participants(2)
   )
-  found = []
+  momenta = []
   for given in (participants(2), long):
     theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
     before = theta.master(0)
-    done = theta.merge(0, given, payloads, ())
+    done = theta.merge(0, given, payloads_of(theta, 0.5, 1.5), ())
     moved = theta.master(0) - before
     np.testing.assert_allclose(moved[moved != 0], -(1 + mu), rtol=1e-3)
     assert again.redo(0, given, (), done.gradient).digest == done.digest
     assert momentum(again) == momentum(theta)
-    found.append(momentum(theta))
-  np.testing.assert_allclose(found, [1, (1 - mu**r) / (1 - mu) / r], rtol=1e-3)
+    momenta.append(momentum(theta))
+  np.testing.assert_allclose(momenta, [1, (1 - mu**r) / (1 - mu) / r], rtol=1e-3)
 
 
 def test_where_the_run_goes_on_from_one_learner_the_fragment_becomes_its_value(config):
@@ -118,9 +117,9 @@ def test_where_the_run_goes_on_from_one_learner_the_fragment_becomes_its_value(c
   assembled = build.assemble(config)
   theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
   before = theta.master(0)
-  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (0.25, 1.0)]
-  one, other = participants(2)
-  given = one, dataclasses.replace(other, apart=True)
+  payloads = payloads_of(theta, 0.25, 1.0)
+  first, other = participants(2)
+  given = first, dataclasses.replace(other, apart=True)
   lengths_MxT = np.stack([theta.lengths(0, payload) for payload in payloads])
   refused = theta.screen(given, lengths_MxT, live=2).refused
   assert refused == (other.learner,)
@@ -138,11 +137,10 @@ def test_a_payload_of_a_slow_link_that_missed_a_sync_counts_less(config, slow):
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
   before = theta.master(0)
-  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
   fresh, old = participants(2)
   fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
   old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period, slow=slow)
-  assert not theta.merge(0, (fresh, old), payloads, ()).failed
+  assert not theta.merge(0, (fresh, old), payloads_of(theta, 1.0, -1.0), ()).failed
   moved = theta.master(0) - before
   # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 2.
   second = 1.0 if slow else 2.0
@@ -157,20 +155,20 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
   theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
   rng = np.random.default_rng(0)
 
-  def merged(one: global_model.Theta) -> int:
+  def merge_drawn(model: global_model.Theta) -> int:
     delta = jnp.asarray(rng.standard_normal(assembled.layout.size(1)), jnp.float32)
     payload = np.asarray(assembled.codec_up.encode(delta)[0]).tobytes()
-    done = one.merge(1, participants(1), [payload], ())
+    done = model.merge(1, participants(1), [payload], ())
     assert not done.failed
     return done.digest
 
-  merged(theta)
+  merge_drawn(theta)
   arrays = jax.tree.map(np.array, theta.arrays())
   again.restore(jax.tree.map(jnp.asarray, arrays), theta.versions)
   rng = np.random.default_rng(1)
-  first = merged(theta)
+  first = merge_drawn(theta)
   rng = np.random.default_rng(1)
-  assert merged(again) == first
+  assert merge_drawn(again) == first
 
 
 @pytest.mark.parametrize(
@@ -195,8 +193,8 @@ def test_a_wrong_task_is_named(config, task, words):
 def _own_task(monkeypatch, **fields):
   """Builds read this Task, whatever the config names."""
   given = {'init': lambda seed: {'w': jnp.ones((4, 4))}, 'loss': None, 'batches': None}
-  made = task_lib.Task(tokens_per_batch=1, **{**given, **fields})
-  monkeypatch.setattr(build, 'make_task', lambda config: made)
+  task = task_lib.Task(tokens_per_batch=1, **{**given, **fields})
+  monkeypatch.setattr(build, 'make_task', lambda config: task)
 
 
 def test_parameters_may_be_computed_on_the_host(config, monkeypatch):
@@ -255,10 +253,11 @@ def test_an_edited_task_is_the_one_that_is_built(config, tmp_path):
 def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule():
   """Of nearly orthogonal pseudo-gradients rda keeps the length, and avg does not."""
   config = stdlib_lm.get_config('moe')
+  config.sync.fragments = 4
   config.sync.outer = 'sgd(learning_rate=1.0)'
   assembled = build.assemble(config)
   labels = [fragments.labels(assembled.layout, p) for p in range(config.sync.fragments)]
-  experts = [key for one in labels for key, label in one.items() if label == fragments.EXPERT]
+  experts = [key for of in labels for key, label in of.items() if label == fragments.EXPERT]
   assert len(experts) == 2 * 4 * 3  # layers, experts, tensors of each
   rng, theta = np.random.default_rng(0), global_model.Theta(assembled)
   for p, label_of in enumerate(labels):
@@ -266,7 +265,7 @@ def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule()
     drawn_2xN = rng.standard_normal((2, assembled.layout.size(p)), np.float32)
     ones = jax.tree.map(jnp.ones_like, assembled.shapes)
     drawn_2xN *= np.asarray(fragments.gather(assembled.layout, p, ones))[None]  # no padding
-    payloads = [np.asarray(assembled.codec_up.encode(one)[0]).tobytes() for one in drawn_2xN]
+    payloads = [np.asarray(assembled.codec_up.encode(row_N)[0]).tobytes() for row_N in drawn_2xN]
     deltas, before_N = split(drawn_2xN), theta.master(p)
     merged = theta.merge(p, participants(2), payloads, ())
     moved = split(theta.master(p) - before_N)
@@ -299,8 +298,8 @@ def test_learners_with_other_data_do_not_agree(config, tmp_path):
     config.data.corpus = str(tmp_path / name)
     agreements[name] = build.assemble(config).agreement
   assert agreements['here'] == agreements['there']
-  found = agreement_lib.differences(agreements['here'], agreements['other'])
-  assert len(found) == 1 and found[0].startswith('data ')
+  differences = agreement_lib.differences(agreements['here'], agreements['other'])
+  assert len(differences) == 1 and differences[0].startswith('data ')
 
 
 def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tmp_path):
@@ -314,7 +313,7 @@ def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tm
   syncer, l0, l1 = (build.assemble(config.of(node)) for node in ('syncer', 'l0', 'l1'))
   assert syncer.agreement == l0.agreement == l1.agreement
   assert syncer.task.eval_batches() == ()
-  read = [np.sort(one.task.batches(number)[0]).tobytes() for number, one in enumerate((l0, l1))]
+  read = [np.sort(node.task.batches(shard)[0]).tobytes() for shard, node in enumerate((l0, l1))]
   assert read[0] != read[1]
   with pytest.raises(ValueError, match='l2'):
     build.assemble(config.of('l2')).task.batches(2)
@@ -322,8 +321,8 @@ def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tm
   assert build.assemble(config.of('l1')).agreement == l1.agreement
   config.data.tokenizer = str(tmp_path / 'a.json')
   (tmp_path / 'a.json').write_text('{}')  # only a learner that reads a text loads it
-  (found,) = agreement_lib.differences(build.assemble(config.of('l1')).agreement, l1.agreement)
-  assert found.startswith('tokenizer ')
+  (difference,) = agreement_lib.differences(build.assemble(config.of('l1')).agreement, l1.agreement)
+  assert difference.startswith('tokenizer ')
   config.data.tokenizer = 'bpe(size=300)'
   with pytest.raises(ValueError, match='each learner would train its own'):
     config.validate()
@@ -339,5 +338,6 @@ def test_learners_of_one_run_may_train_on_unequal_shares_of_a_batch(config):
   rows, seq_len = config.data.batch_size, config.data.seq_len
   assert learner.task.tokens_per_batch == 2 * seq_len < rows * seq_len
   assert syncer.task.tokens_per_batch == rows * seq_len
-  for one in (syncer, learner):  # a syncer with the flag of a learner believes the others, too
-    assert one.protocol.max_step_tokens == rows * seq_len
+  # A syncer with the flag of a learner trusts the others, too.
+  for node in (syncer, learner):
+    assert node.protocol.max_step_tokens == rows * seq_len

@@ -11,7 +11,8 @@ FIELDS = {field.name: field for field in fields.walk()}
 
 def test_every_field_has_a_doc():
   assert not [name for name, field in FIELDS.items() if not field.doc]
-  assert FIELDS.keys() > {one.name for one in config_lib.TABLE.values() if '.' in one.name}
+  settings = config_lib.TABLE.values()
+  assert FIELDS.keys() > {row.name for row in settings if '.' in row.name}
 
 
 @pytest.mark.parametrize(

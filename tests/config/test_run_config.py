@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import exits
 from diloco_jax.protocol import config as config_lib
@@ -27,7 +27,7 @@ cli.run_main(main, default_config='stdlib_lm:cpu')
 """
 
 
-def launched(*flags: str) -> subprocess.CompletedProcess:
+def launch(*flags: str) -> subprocess.CompletedProcess:
   """A program that defines --config, run with these flags from the root of the repo."""
   return command_line.python('-c', _PROGRAM, *flags)
 
@@ -42,27 +42,26 @@ def test_every_variant_is_valid_and_survives_json(variant):
 
 @pytest.mark.parametrize('path', sorted((_ROOT / 'experiments').glob('configs/*.py')), ids=str)
 def test_every_config_of_an_experiment_is_valid(path):
-  done = launched(f'--config={path}')
-  assert done.returncode == 0, done.stderr
+  load.load(str(path)).validate()
 
 
-@pytest.mark.parametrize('field', [f for f, one in config_lib.TABLE.items() if '.' in one.name])
+@pytest.mark.parametrize('field', [f for f, row in config_lib.TABLE.items() if '.' in row.name])
 def test_every_setting_has_a_doc_bounds_that_hold_and_a_place_in_the_config(field):
-  one, default = config_lib.TABLE[field], config_lib.ProtocolConfig()
-  assert one.doc and field in config_lib.ProtocolConfig.__doc__
-  assert getattr(default, field) == one.default
-  text = codec.encode(dataclasses.replace(default, **{field: one.default}))
+  setting, default = config_lib.TABLE[field], config_lib.ProtocolConfig()
+  assert setting.doc and field in config_lib.ProtocolConfig.__doc__
+  assert getattr(default, field) == setting.default
+  text = codec.encode(dataclasses.replace(default, **{field: setting.default}))
   assert codec.decode(config_lib.ProtocolConfig, json.loads(text)) == default
   config = stdlib_lm.get_config('decoupled')
   config.validate()
-  low, high = one.bounds(config.protocol())
-  section, name = one.name.split('.')
+  low, high = setting.bounds(config.protocol())
+  section, name = setting.name.split('.')
   for value in (low - 1, high + 1):
-    setattr(getattr(config, section), name, one.written(value))
+    setattr(getattr(config, section), name, setting.written(value))
     with pytest.raises(ValueError) as caught:
       config.protocol()
-    wrong = '; use one of: ' if one.choices else ', it must be '
-    assert str(caught.value).startswith(f'{one.name} is {one.written(value)}{wrong}')
+    wrong = '; use one of: ' if setting.choices else ', it must be '
+    assert str(caught.value).startswith(f'{setting.name} is {setting.written(value)}{wrong}')
     assert '\n' not in str(caught.value)
 
 
@@ -193,7 +192,7 @@ def test_learner_ids_sort_as_they_count():
 def test_overrides_arrive_and_can_be_passed_on_without_jax():
   """Set, clear, a switch; and the flags that make the same config elsewhere."""
   streaming = '--config=stdlib_lm:streaming'
-  done = launched(
+  done = launch(
     '--config.sync.quorum=2',
     '--config=ignored.py',
     streaming,
@@ -206,7 +205,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   assert (flat['name'], flat['sync.quorum'], flat['sync.max_lag']) == ('streaming', 2, None)
   assert (flat['model.scan'], flat['model.tied_head']) == (True, False)
   assert not jax_imported
-  assert json.loads(launched(*flags).stdout)[0] == flat
+  assert json.loads(launch(*flags).stdout)[0] == flat
 
 
 @pytest.mark.parametrize(
@@ -215,10 +214,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
     (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
     (['--config.sync.quorum=x'], "'x' is no whole number"),
     (['--config.sync.quorum=9'], 'sync.quorum is 9'),
-    (
-      ['--config=stdlib_lm:gpu'],
-      "there is no variant 'gpu'; use one of: cpu",
-    ),
+    (['--config=stdlib_lm:gpu'], "there is no variant 'gpu'; use one of: cpu"),
     (['--config=nowhere.py'], "there is no config 'nowhere.py'"),
     (['--config=scripts/setup.sh'], "there is no config 'scripts/setup.sh'"),
     (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no config 'nowhere.py'"),
@@ -227,7 +223,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   ],
 )
 def test_a_wrong_command_is_one_line_and_42(flags, words):
-  done = launched(*flags)
+  done = launch(*flags)
   assert done.returncode == exits.NEVER_RETRY
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
   assert words in done.stderr
@@ -236,16 +232,16 @@ def test_a_wrong_command_is_one_line_and_42(flags, words):
 def test_a_flag_file_may_have_the_config_and_its_overrides(tmp_path):
   (tmp_path / 'inner').write_text('--config.sync.quorum=2\n')
   (tmp_path / 'flags').write_text(f'--config=stdlib_lm:tiny\n--flagfile={tmp_path}/inner\n')
-  done = launched(f'--flagfile={tmp_path}/flags', '--config.train.steps=9')
+  done = launch(f'--flagfile={tmp_path}/flags', '--config.train.steps=9')
   assert done.returncode == 0, done.stderr
   flat, words, _ = json.loads(done.stdout)
   assert (flat['name'], flat['sync.quorum'], flat['train.steps']) == ('tiny', 2, 9)
   assert words[0] == '--config=stdlib_lm:tiny'
-  done = launched(f'--flagfile={tmp_path}/nowhere')
+  done = launch(f'--flagfile={tmp_path}/nowhere')
   assert done.returncode == exits.NEVER_RETRY and 'nowhere' in done.stderr
 
 
 def test_a_field_that_is_given_as_a_flag_is_named():
-  done = launched('--steps=30')
+  done = launch('--steps=30')
   assert done.returncode == exits.NEVER_RETRY
   assert "'steps'" in done.stderr and 'In the config: --config.train.steps' in done.stderr

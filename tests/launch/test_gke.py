@@ -21,8 +21,14 @@ LIMIT_S = 120
 
 
 def job_sets(texts: dict[str, str]) -> list[dict]:
-  found = [document for text in manifests(texts).values() for document in schemas.documents(text)]
-  return [one for one in found if one['kind'] == 'JobSet']
+  documents = [
+    document for text in manifests(texts).values() for document in schemas.documents(text)
+  ]
+  return [document for document in documents if document['kind'] == 'JobSet']
+
+
+def pod_of(job_set: dict) -> dict:
+  return job_set['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
 
 
 def manifests(texts: dict[str, str]) -> dict[str, str]:
@@ -44,10 +50,10 @@ def test_the_manifests_of_a_run(tmp_path):
     cwd=tmp_path,
   )
   assert done.returncode == 0, done.stderr
-  found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
-  assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
-  rendered.require_golden(found, 'gke')
-  assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
+  files = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
+  assert sorted(files) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
+  rendered.require_golden(files, 'gke')
+  assert [error for text in manifests(files).values() for error in schemas.errors(text)] == []
 
 
 def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_named(tmp_path):
@@ -62,15 +68,9 @@ def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_na
 
 
 def test_shellcheck_has_no_warning(tmp_path):
-  (script,) = [
-    text
-    for name, text in rendered.texts(rendered.request(1, tls="it's mine")).items()
-    if name.endswith('.sh')
-  ]
-  (tmp_path / 'run.sh').write_text(script)
-  command = [pathlib.Path(sys.executable).parent / 'shellcheck', tmp_path / 'run.sh']
-  done = subprocess.run(command, capture_output=True, text=True)
-  assert done.returncode == 0, done.stdout
+  texts = rendered.texts(rendered.request(1, tls="it's mine", name='run'))
+  (tmp_path / 'run.sh').write_text(texts['run.sh'])
+  rendered.require_no_warning(tmp_path / 'run.sh')
 
 
 @pytest.mark.parametrize('topology, hosts', rendered.TOPOLOGIES.items())
@@ -78,11 +78,11 @@ def test_the_schemas_find_no_error(topology, hosts):
   for learners in (1, 2, 8):
     files = manifests(rendered.texts(rendered.request(learners, topology, name='run')))
     ids = [f'l{number}' for number in range(learners)]
-    assert list(files) == ['run-syncer.yaml', *(f'run-{one}.yaml' for one in ids)]
+    assert list(files) == ['run-syncer.yaml', *(f'run-{learner}.yaml' for learner in ids)]
     syncer, l0, *others = files.values()
     assert schemas.errors(syncer) == schemas.errors(l0) == []
     # Learners differ by their names only, so what holds for one holds for all.
-    assert others == [l0.replace('l0', one) for one in ids[1:]]
+    assert others == [l0.replace('l0', learner) for learner in ids[1:]]
     # Each has a JobSet of its own with one job, which is its slice.
     (job,) = job_sets(files)[1]['spec']['replicatedJobs']
     assert job['replicas'] == 1
@@ -102,8 +102,7 @@ def test_long_names_fit():
 def test_a_learner_without_tpus():
   with pytest.raises(ValueError, match='--topology, .* as v6e:4x4 .* --topology=cpu'):
     rendered.texts(rendered.request(1, ''))
-  _, l0 = job_sets(rendered.texts(rendered.request(1, 'cpu')))
-  pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  _, pod = map(pod_of, job_sets(rendered.texts(rendered.request(1, 'cpu'))))
   assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
   assert {'name': 'JAX_PLATFORMS', 'value': 'cpu'} in pod['containers'][0]['env']
   asked = rendered.request(topology='cpu')
@@ -115,8 +114,7 @@ def test_a_learner_without_tpus():
 def test_a_loop_of_ones_own_is_a_learner_as_any():
   loop = 'python /app/my.py {learner} {syncer} {tls} {store} {workdir}'
   texts = rendered.texts(rendered.request(1, 'cpu', config='own_loop', name='run', loop=loop))
-  _, l0 = job_sets(texts)
-  pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  _, pod = map(pod_of, job_sets(texts))
   given = ['l0', 'run-syncer:7070', '/certs/l0', rendered.STORE, '/diloco']
   assert pod['containers'][0]['args'] == ['python', '/app/my.py', *given]
   assert pod['containers'][0]['command'] == ['sh', '-c', gke.UNTIL_DONE]
@@ -126,18 +124,17 @@ def test_a_loop_of_ones_own_is_a_learner_as_any():
 def test_our_command_line_takes_the_commands():
   for topology in ('v5p:2x2x1', 'v6e:4x4'):
     sets = job_sets(rendered.texts(rendered.request(2, topology, name='run')))
-    pods = [one['spec']['replicatedJobs'][0]['template']['spec']['template'] for one in sets]
-    containers = [pod['spec']['containers'][0] for pod in pods]
-    assert all(one['command'] == ['sh', '-c', gke.UNTIL_DONE] for one in containers)
-    syncer, l0, l1 = command_line.read([one['args'] for one in containers])
+    containers = [pod_of(job_set)['containers'][0] for job_set in sets]
+    assert all(part['command'] == ['sh', '-c', gke.UNTIL_DONE] for part in containers)
+    syncer, l0, l1 = command_line.read([part['args'] for part in containers])
     assert (syncer['listen'], syncer['tls']) == ('0.0.0.0:7070', '/certs/syncer')
     assert (l0['learner'], l1['learner']) == ('l0', 'l1')
     assert l0['syncer'] == 'run-syncer:7070'
     assert l0['hosts'] == ('auto' if topology == 'v6e:4x4' else '1')
-    for found, container in zip((syncer, l0, l1), containers):
-      assert found['config']['train']['store'] == rendered.STORE
-      mounts = {one['name']: one['mountPath'] for one in container['volumeMounts']}
-      assert mounts == {'workdir': found['workdir'], 'certs': found['tls']}
+    for values, container in zip((syncer, l0, l1), containers):
+      assert values['config']['train']['store'] == rendered.STORE
+      mounts = {mount['name']: mount['mountPath'] for mount in container['volumeMounts']}
+      assert mounts == {'workdir': values['workdir'], 'certs': values['tls']}
 
 
 @pytest.mark.parametrize(
@@ -207,23 +204,25 @@ def test_a_mounted_secret_is_a_folder_of_certificates(tmp_path):
   assert check_lib.problems(mounted, names.LEARNER, proofs.utc_now()) == []
 
 
-def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
-  kubectl = tmp_path / 'kubectl'
-  kubectl.write_text(f'#!{sys.executable}\n{KUBECTL}')
-  kubectl.chmod(0o755)
-  texts = rendered.texts(rendered.request(1, name='run'), namespace='research')
+def run_script(texts: dict[str, str], folder: pathlib.Path, kubectl: str) -> tuple[int, list]:
+  """The exit code of the script, and the calls of what is in the place of kubectl."""
+  (folder / 'kubectl').write_text(f'#!{sys.executable}\n{kubectl}')
+  (folder / 'kubectl').chmod(0o755)
   for name, text in texts.items():
-    (tmp_path / name).write_text(text)
-  calls = tmp_path / 'calls'
-  subprocess.run(
-    ['bash', tmp_path / 'run.sh'],
-    check=True,
-    env={**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(calls)},
-    timeout=LIMIT_S,
-  )
-  found = [json.loads(line) for line in calls.read_text().splitlines()]
-  assert all(call[0] == '--namespace=research' for call in found)
-  assert [call[1:] for call in found] == [
+    (folder / name).write_text(text)
+  calls = folder / 'calls'
+  environment = {'PATH': f'{folder}:{os.environ["PATH"]}', 'CALLS': str(calls)}
+  words = ['bash', folder / 'run.sh']
+  done = subprocess.run(words, cwd=folder, env={**os.environ, **environment}, timeout=LIMIT_S)
+  return done.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
+  texts = rendered.texts(rendered.request(1, name='run'), namespace='research')
+  code, given = run_script(texts, tmp_path, KUBECTL)
+  assert code == 0
+  assert all(call[0] == '--namespace=research' for call in given)
+  assert [call[1:] for call in given] == [
     *(call for name in ('syncer', 'l0') for call in secret(name)),
     *(['apply', f'--filename={tmp_path}/run-{name}.yaml'] for name in ('syncer', 'l0')),
     ['get', 'jobsets,pods', '--selector=diloco.run=run'],
@@ -239,18 +238,11 @@ def secret(name: str) -> list[list[str]]:
 
 
 def test_the_script_starts_nothing_without_all_certificates(tmp_path):
-  for name, text in rendered.texts(rendered.request(2, name='run')).items():
-    (tmp_path / name).write_text(text)
   for name in ('syncer', 'l0'):
     (tmp_path / 'certs' / name).mkdir(parents=True)
-  kubectl = tmp_path / 'kubectl'
-  kubectl.write_text(f'#!{sys.executable}\n{WITHOUT}{KUBECTL}')
-  kubectl.chmod(0o755)
-  calls = tmp_path / 'calls'
-  path = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(calls)}
-  script = ['bash', 'run.sh']
-  done = subprocess.run(script, cwd=tmp_path, env={**os.environ, **path}, timeout=LIMIT_S)
-  assert done.returncode and '.yaml' not in calls.read_text()
+  texts = rendered.texts(rendered.request(2, name='run'))
+  code, given = run_script(texts, tmp_path, WITHOUT + KUBECTL)
+  assert code and given and not any('.yaml' in word for call in given for word in call)
 
 
 def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):

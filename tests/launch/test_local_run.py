@@ -66,7 +66,7 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(config, tmp_pat
 
 def test_one_folder_that_is_given_to_several_runs_belongs_to_one(config, tmp_path):
   opened = _open_at_once(8, config, tmp_path / 'run')
-  (winner,) = [number for number, one in enumerate(opened) if isinstance(one, pathlib.Path)]
+  (winner,) = [number for number, result in enumerate(opened) if isinstance(result, pathlib.Path)]
   assert load.read(tmp_path / 'run').train.seed == winner
   for refusal in opened[:winner] + opened[winner + 1 :]:
     assert re.search('already (used by|holds a run)', str(refusal)), refusal
@@ -81,11 +81,11 @@ def test_a_run_continues_from_another_folder(config, tmp_path, monkeypatch):
   config.data.corpus = 'texts/*.txt'
   workdir = run_folder.open_workdir(config, pathlib.Path('run'), resume=False)
   monkeypatch.chdir(tmp_path / 'elsewhere')
-  found = load.load('../run')
-  assert found.data.corpus == str(tmp_path / 'texts' / '*.txt')
-  run_folder.open_workdir(found, workdir, resume=True)
-  found.task = 'mlp.py:task(width=64)'
-  load.write(tmp_path, found)
+  loaded = load.load('../run')
+  assert loaded.data.corpus == str(tmp_path / 'texts' / '*.txt')
+  run_folder.open_workdir(loaded, workdir, resume=True)
+  loaded.task = 'mlp.py:task(width=64)'
+  load.write(tmp_path, loaded)
   assert load.read(tmp_path).task == f'{tmp_path}/elsewhere/mlp.py:task(width=64)'
 
 
@@ -176,18 +176,14 @@ def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
     run_folder.open_workdir(config, run, resume=True, alone=True)
 
 
-def test_a_run_continues_with_its_own_config_only(config, tmp_path):
-  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  config.sync.gamma = 0.1
-  with pytest.raises(
-    ValueError, match='sync.gamma is 0.1 here, 0.9 there.*`train --resume` without --config'
-  ):
-    run_folder.open_workdir(config, workdir, resume=True, changed=['sync.gamma'])
-
-
-def test_a_lower_rate_is_for_who_asks_for_it(config, tmp_path):
+def test_a_run_continues_with_its_own_config_and_a_lower_rate_if_asked_for(config, tmp_path):
   """Else an edited config in a notebook would continue a run that was started with another one."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  config.sync.gamma = 0.1
+  match = 'sync.gamma is 0.1 here, 0.9 there.*`train --resume` without --config'
+  with pytest.raises(ValueError, match=match):
+    run_folder.open_workdir(config, workdir, resume=True, changed=['sync.gamma'])
+  config.sync.gamma = 0.9
   config.optimizer.learning_rate /= 2
   with pytest.raises(ValueError, match='optimizer.learning_rate is'):
     run_folder.open_workdir(config, workdir, resume=True)
@@ -195,7 +191,7 @@ def test_a_lower_rate_is_for_who_asks_for_it(config, tmp_path):
   assert load.read(workdir).optimizer.learning_rate == config.optimizer.learning_rate
 
 
-def _ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -> pathlib.Path:
+def _make_ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -> pathlib.Path:
   """A run that was trained to its last step; `left`: what was not done then."""
   run_folder.open_workdir(config, workdir, resume=False, alone=alone)
   steps, last = config.train.steps, 'l0' if alone else 'syncer'
@@ -226,7 +222,7 @@ def test_a_run_that_has_ended_is_not_started_without_more_steps(
   config, tmp_path, command, alone, words
 ):
   """Else all starts count in its goodput, and it would be reported once more."""
-  workdir = _ended(config, tmp_path / 'run', alone)
+  workdir = _make_ended(config, tmp_path / 'run', alone)
   files_before = {path: path.stat().st_mtime_ns for path in workdir.rglob('*')}
   words = [word.format(workdir=workdir) for word in words]
   done = diloco(command, '--resume', f'--workdir={workdir}', *words)
@@ -238,20 +234,20 @@ def test_a_run_that_has_ended_is_not_started_without_more_steps(
 
 @pytest.mark.parametrize('left', ['step', 'evaluation', 'save', 'model'])
 def test_a_run_whose_end_was_interrupted_is_continued(config, tmp_path, left):
-  workdir = _ended(config, tmp_path / 'run', left=left)
+  workdir = _make_ended(config, tmp_path / 'run', left=left)
   assert run_folder.open_workdir(config, workdir, resume=True) == workdir
 
 
 def test_a_run_whose_few_more_steps_were_merged_before_has_ended(config, tmp_path):
   """The last syncs are later than the last step by up to a period."""
-  workdir = _ended(config, tmp_path / 'run', left='step')
+  workdir = _make_ended(config, tmp_path / 'run', left='step')
   rows.add(workdir, ('syncer', rows.row(4, rows.synced(config.train.steps + 2, 'l0'))))
   with pytest.raises(run_folder.NothingLeft):
     run_folder.open_workdir(config, workdir, resume=True)
 
 
 def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config, tmp_path):
-  workdir = _ended(config, tmp_path / 'run')
+  workdir = _make_ended(config, tmp_path / 'run')
   config.train.store = str(tmp_path / 'store')
   run_folder.open_workdir(config, workdir, resume=True)
   with pytest.raises(run_folder.NothingLeft):
@@ -262,27 +258,21 @@ def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config,
 
 
 @pytest.mark.parametrize(
-  'workdir, words',
+  'workdir, resume, corpus, match',
   [
-    (None, '--resume needs --workdir'),
-    ('nowhere', 'there is no run in'),
+    (None, True, 'stdlib', '--resume needs --workdir'),
+    ('nowhere', True, 'stdlib', 'there is no run in'),
+    ('run', False, 'texts', 'texts. has no text, only no files: use'),
+    ('/proc/run', False, 'stdlib', 'cannot write /proc/run .* choose another folder'),
   ],
 )
-def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
-  with pytest.raises(ValueError, match=words):
-    run_folder.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
-
-
-def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path):
-  config.data.corpus = str(tmp_path / 'texts')
-  with pytest.raises(ValueError, match='texts. has no text, only no files: use'):
-    run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  assert not (tmp_path / 'run').exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused(config):
-  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another folder'):
-    run_folder.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
+def test_a_folder_that_cannot_be_is_refused_and_not_made(
+  config, tmp_path, workdir, resume, corpus, match
+):
+  config.data.corpus = corpus if corpus == 'stdlib' else str(tmp_path / corpus)
+  with pytest.raises(ValueError, match=match):
+    run_folder.open_workdir(config, tmp_path / workdir if workdir else None, resume=resume)
+  assert not [*tmp_path.iterdir()]
 
 
 def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
@@ -348,18 +338,15 @@ def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   watch = re.search('^watch it: (.*)$', done.stdout, re.M)
   run = str(tmp_path / 'run')
   shown = min(run, os.path.relpath(run, command_line.ROOT), key=len)
-  for told, words in (
-    (later, f'report {tmp_path}/run'),
-    (watch, f'status --workdir={shown}'),
-  ):
-    assert words in told[1]
-    subprocess.run(['bash', '-c', f'{told[1]} --help'], check=True, capture_output=True)
+  assert f'report {tmp_path}/run' in later[1] and f'status --workdir={shown}' in watch[1]
+  pasted = (later if why == 'a fault' else watch)[1]
+  subprocess.run(['bash', '-c', f'{pasted} --help'], check=True, capture_output=True)
 
 
 def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  there = lambda pattern: [f'/dev/nvidia{n}' for n in range(8)] if 'nvidia' in pattern else []
-  monkeypatch.setattr(accelerators.glob, 'glob', there)
+  devices = lambda pattern: [f'/dev/nvidia{n}' for n in range(8)] if 'nvidia' in pattern else []
+  monkeypatch.setattr(accelerators.glob, 'glob', devices)
   monkeypatch.setattr(accelerators.importlib.util, 'find_spec', lambda name: 'jax has it')
   monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
   for listed, shares in (
@@ -390,12 +377,12 @@ def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, m
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  found = accelerators.Accelerators('cuda', ('0',))
-  environments = local_run.learner_environments(2, 1, found)
+  accelerator = accelerators.Accelerators('cuda', ('0',))
+  environments = local_run.learner_environments(2, 1, accelerator)
   assert [environment['JAX_PLATFORMS'] for environment in environments] == ['cpu', 'cpu']
   assert 'use emulated CPU devices' in capsys.readouterr().out
   monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
-  assert local_run.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'
+  assert local_run.learner_environments(2, 1, accelerator)[0]['JAX_PLATFORMS'] == 'cuda'
 
 
 def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):

@@ -1,15 +1,13 @@
 """A run in two parts, as on two machines: a folder for each `diloco launch`, and mutual TLS."""
 
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from diloco_jax.certs import authority, proofs
 from diloco_jax.report import records as records_lib
-from tests.launch.lib import command_line
+from tests import programs
+from tests.runs.lib import ray_cluster
 
 _CONFIG = [
   '--config=stdlib_lm:tiny',
@@ -19,57 +17,34 @@ _CONFIG = [
 ]
 
 
-class Launch:
-  """`diloco launch` and its output, line by line."""
-
-  def __init__(self, folder: pathlib.Path, *words: str):
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', 'diloco_jax', 'launch', f'--workdir={folder}', *words],
-      cwd=command_line.ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    self.said: list[str] = []
-
-  def until(self, words: str) -> str:
-    for line in self.process.stdout:
-      self.said.append(line)
-      if words in line:
-        return line.strip()
-    raise AssertionError(''.join(self.said))
-
-  def end(self) -> int:
-    with self.process as process:
-      self.said += process.stdout
-    return process.returncode
+@pytest.fixture(name='launch')
+def _launch():
+  with programs.starting() as start:
+    yield lambda folder, *words: start(*programs.diloco('launch', f'--workdir={folder}', *words))
 
 
 @pytest.mark.full
-def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(tmp_path):
-  owner = authority.init(tmp_path / 'certs', 'apart', proofs.utc_now())
-  for name in ('l0', 'l1'):
-    owner.issue(name, proofs.utc_now())
-  tls = f'--tls={tmp_path}/certs'
-  here, there = tmp_path / 'here', tmp_path / 'there'
-  first = Launch(here, *_CONFIG, tls, '--only=syncer,l0', '--listen=127.0.0.1:0')
-  address = first.until('the syncer listens on').rpartition(' ')[2]
-  second = Launch(there, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
-  assert second.end() == 0, second.said
-  assert first.end() == 0, first.said
+def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(launch, tmp_path):
+  tls = f'--tls={ray_cluster.certify(tmp_path / "certs", "l0", "l1")}'
+  here, away = tmp_path / 'here', tmp_path / 'there'
+  first = launch(here, *_CONFIG, tls, '--only=syncer,l0', '--listen=127.0.0.1:0')
+  address = first.wait_for('the syncer listens on').rpartition(' ')[2]
+  second = launch(away, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
+  assert second.end() == 0, second
+  assert first.end() == 0, first
   merged = [fact for fact in records_lib.records(here) if fact['name'] == 'synced']
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
-  assert (here / 'model').is_dir() and not (there / 'syncer').exists()
-  islands = [[path.name for path in (one / 'islands').iterdir()] for one in (here, there)]
+  assert (here / 'model').is_dir() and not (away / 'syncer').exists()
+  islands = [[path.name for path in (folder / 'islands').iterdir()] for folder in (here, away)]
   assert islands == [['l0'], ['l1']]
 
 
-def test_a_syncer_for_loops_of_the_users_own_is_started_and_interrupted(tmp_path):
+def test_a_syncer_for_loops_of_the_users_own_is_started_and_interrupted(launch, tmp_path):
   """The command that continues the run is for the same part of it, with the same places."""
   authority.init(tmp_path / 'certs', 'own', proofs.utc_now())
   words = '--name=own', f'--tls={tmp_path}/certs', '--listen=127.0.0.1:0', '--only=syncer'
-  run = Launch(tmp_path / 'run', '--config=own_loop', *words)
-  run.until('for the first learner, which brings the model')
-  run.process.send_signal(signal.SIGINT)
+  run = launch(tmp_path / 'run', '--config=own_loop', *words)
+  run.wait_for('for the first learner, which brings the model')
+  run.send(signal.SIGINT)
   assert run.end() == 130
-  assert ' '.join(['launch --resume', f'--workdir={tmp_path}/run', *words]) in ''.join(run.said)
+  assert ' '.join(['launch --resume', f'--workdir={tmp_path}/run', *words]) in run.text

@@ -120,7 +120,7 @@ def test_each_island_of_a_run_is_a_whole_slice_and_comes_back_from_its_checkpoin
   assert meshes == {f'{[(id, index) for id in range(index, 8, 2)]}' for index in (0, 1)}
   summary = json.loads((workdir / 'report' / 'summary.json').read_text())
   assert summary['outer_steps'] and summary['tokens_merged'] == summary['tokens_trained'] > 0
-  costs = [one['cost'] for one in summary['learners'].values()]
+  costs = [learner['cost'] for learner in summary['learners'].values()]
   assert [(cost['devices'], cost['kind'], cost['memory_bytes']) for cost in costs] == [
     (4, 'TPU stub', 0)
   ] * 2
@@ -160,7 +160,6 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
 @pytest.mark.parametrize(
   ('words', 'environment', 'code', 'text'),
   [
-    ([], {}, exits.NEVER_RETRY, '--pathways needs --controller=single'),
     (
       ['--controller=single', '--config.sync.learners=3'],
       {},

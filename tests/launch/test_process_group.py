@@ -24,8 +24,8 @@ def wait_for_others():
 
 def of_hosts(folder, script: str, hosts: int = 2):
   """The program of a learner."""
-  one = test_supervisor.program('l0', _HOST + script, str(folder))
-  return dataclasses.replace(one, hosts=[{'HOST': str(host)} for host in range(hosts)])
+  program = test_supervisor.program('l0', _HOST + script, str(folder))
+  return dataclasses.replace(program, hosts=[{'HOST': str(host)} for host in range(hosts)])
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ if not again:
   lines = [line for line in run.said('local') if 'killed' in line]
   assert len(lines) == 1 and f'l0: host {victim} killed by SIGKILL; restart in' in lines[0]
   assert all(test_supervisor.gone(pid) for pid in pids)
-  told = [(tmp_path / str(host)).read_text().splitlines() for host in (0, 1)]
-  assert told[0] == told[1] and len(told[0]) == 2, 'one place to meet at each start'
-  assert all(place.startswith('127.0.0.1:') for place in told[0])
+  places = [(tmp_path / str(host)).read_text().splitlines() for host in (0, 1)]
+  assert places[0] == places[1] and len(places[0]) == 2, 'one place to meet at each start'
+  assert all(place.startswith('127.0.0.1:') for place in places[0])
 
 
 @pytest.mark.parametrize(

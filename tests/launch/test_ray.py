@@ -1,12 +1,13 @@
 """Real runs on a Ray cluster of three machines, each a raylet of its own on this one."""
 
+import functools
 import json
 import signal
 
 import pytest
 
+from tests import programs
 from tests.runs.lib import ray_cluster
-from tests.runs.lib.ray_cluster import until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -19,6 +20,8 @@ ALONE = '--config.sync.norm_factor=0'
 # The machine of l1 has nothing else on it.
 MACHINES = {'a': {'home': 2}, 'b': {'slice': 1}, 'c': {'slice': 1}}
 APART = {'syncer': {'home': 1}, 'l0': {'home': 1}, 'l1': {'slice': 1}}
+
+until = functools.partial(programs.until, deadline_s=ray_cluster.DEADLINE_S)
 
 
 @pytest.fixture
@@ -62,9 +65,9 @@ def test_with_too_few_machines_the_syncer_runs_and_who_waits_says_what_is_needed
     ray_cluster.start(tmp_path / 'machines', {'a': {'home': 2}}) as cluster,
     ray_cluster.launch(cluster, certs, needs, *TWO, ENDLESS, name='driver') as run,
   ):
-    until(lambda: max(map(run.merges, ('l0', 'l1'))) >= 3, 'one learner contributes')
+    until(lambda: max(map(run.merges, ('l0', 'l1'))) >= 3, run)
     said = "the programs of the run take {'home': 3}, the cluster has {'home': 2.0}. Add machines"
-    until(lambda: run.said(said), 'the other one says what it waits for')
+    until(lambda: run.said(said), run)
 
 
 def test_a_learner_whose_machine_dies_comes_back_on_another_one(tmp_path, certs, store):
@@ -72,20 +75,20 @@ def test_a_learner_whose_machine_dies_comes_back_on_another_one(tmp_path, certs,
     ray_cluster.start(tmp_path / 'machines', MACHINES) as cluster,
     ray_cluster.launch(cluster, certs, APART, *TWO, ENDLESS, store, name='driver') as run,
   ):
-    until(lambda: min(map(run.merges, ('l0', 'l1'))) >= 10, 'both learners contribute')
+    until(lambda: min(map(run.merges, ('l0', 'l1'))) >= 10, run)
     died = cluster.where('l1')
     cluster.kill(died)
     before = run.merges('l0')
-    until(lambda: run.joined('l1') == [1, 2], 'l1 joins again', BACK_S)
+    until(lambda: run.joined('l1') == [1, 2], run, deadline_s=BACK_S)
     at = run.merges('l1')
-    until(lambda: run.merges('l1') > at, 'l1 contributes again', BACK_S)
+    until(lambda: run.merges('l1') > at, run, deadline_s=BACK_S)
     assert run.merges('l0') > before
     assert run.said('l1 continues from its checkpoint at clock'), 'with its moments'
     assert cluster.where('l1') not in ('', died)
     assert run.said('the machine of l1 is lost')
-    run.process.send_signal(signal.SIGINT)
+    run.send(signal.SIGINT)
     assert run.end() == 130
-    until(lambda: leaves_nothing(cluster), 'nothing is left')
+    until(lambda: leaves_nothing(cluster), run)
 
 
 def test_a_process_that_ray_has_lost_sight_of_keeps_its_id_while_it_lives(tmp_path, certs):
@@ -95,20 +98,20 @@ def test_a_process_that_ray_has_lost_sight_of_keeps_its_id_while_it_lives(tmp_pa
     ray_cluster.start(tmp_path / 'machines', MACHINES) as cluster,
     ray_cluster.launch(cluster, certs, APART, *TWO, ENDLESS, name='driver') as run,
   ):
-    until(lambda: run.merges('l1') >= 3, 'l1 contributes')
+    until(lambda: run.merges('l1') >= 3, run)
     first = cluster.where('l1')
     [program] = cluster.programs(first, 'l1')
     raylet = cluster.raylet(first)
     raylet.suspend()
-    until(lambda: run.said('Learner id "l1" is in use'), 'the second process is turned away')
+    until(lambda: run.said('Learner id "l1" is in use'), run)
     assert program.is_running() and run.joined('l1') == [1]
     at = run.merges('l1')
-    until(lambda: run.merges('l1') > at, 'the first process contributes')
+    until(lambda: run.merges('l1') > at, run)
     raylet.resume()  # it hears that it is taken for lost, and ends
-    until(lambda: not cluster.programs(first, 'l1'), 'the first process ends')
-    until(lambda: run.joined('l1') == [1, 2], 'the second process joins')
+    until(lambda: not cluster.programs(first, 'l1'), run)
+    until(lambda: run.joined('l1') == [1, 2], run)
     at = run.merges('l1')
-    until(lambda: run.merges('l1') > at, 'the second process contributes')
+    until(lambda: run.merges('l1') > at, run)
 
 
 def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(tmp_path, certs, store):
@@ -128,16 +131,16 @@ def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(tmp_path
     ray_cluster.start(tmp_path / 'machines', machines) as cluster,
     ray_cluster.launch(cluster, certs, needs, *flags, name='driver') as run,
   ):
-    until(may_die, 'a checkpoint, and outer steps behind it')
+    until(may_die, run)
     died = cluster.where('syncer')
     cluster.kill(died)
-    recovered = until(lambda: run.facts('syncer', 'recovered'), 'the syncer continues')
+    recovered = until(lambda: run.facts('syncer', 'recovered'), run)
     at = {name: run.merges(name) for name in ('l0', 'l1')}
-    until(lambda: all(run.merges(name) > at[name] for name in at), 'both learners contribute')
+    until(lambda: all(run.merges(name) > at[name] for name in at), run)
     assert cluster.where('syncer') not in ('', died)
-    run.process.send_signal(signal.SIGINT)
+    run.send(signal.SIGINT)
     assert run.end() == 130
-    until(lambda: leaves_nothing(cluster), 'nothing is left')
+    until(lambda: leaves_nothing(cluster), run)
   lost = run.said('are gone: only the disk of')
   seen = [0] * 4  # by learners
   for learner in at:

@@ -78,7 +78,7 @@ def test_what_the_drivers_read(request_of_a_run):
 def test_what_is_missing_is_named(request_of_a_run):
   asked = request_of_a_run
   described = spec_lib.make(asked, ray.known(asked))
-  needs = lambda: [text for text, there in ray.needs(described, asked).items() if not there]
+  needs = lambda: [text for text, is_met in ray.needs(described, asked).items() if not is_met]
   for python in ('', 'no/such/python'):
     with flagsaver.flagsaver(ray_python=python):
       (text,) = needs()
@@ -126,7 +126,7 @@ def test_the_exit_code_of_hosts(ends, code):
 
 def test_the_driver_needs_ray_alone():
   tree = ast.parse(pathlib.Path(ray_driver.__file__).read_text(encoding='utf-8'))
-  found = {
+  packages = {
     name.partition('.')[0]
     for node in ast.walk(tree)
     if isinstance(node, ast.Import | ast.ImportFrom)
@@ -134,7 +134,7 @@ def test_the_driver_needs_ray_alone():
       [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
     )
   }
-  assert found - sys.stdlib_module_names == {'ray'}
+  assert packages - sys.stdlib_module_names == {'ray'}
 
 
 class Program:

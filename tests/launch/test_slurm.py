@@ -10,9 +10,8 @@ import time
 import pytest
 
 from diloco_jax.process import run_folder
-from diloco_jax.report import records as records_lib
 from tests.launch.lib import command_line
-from tests.runs.lib import ray_cluster, slow_data, slurm_cluster
+from tests.runs.lib import ray_cluster, records, slow_data, slurm_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -28,7 +27,7 @@ def _cluster(tmp_path):
     print(log.name, *log.read_text().splitlines()[-30:], sep='\n')
 
 
-class Run:
+class Run(records.Watched):
   """A run that its script submits.
 
   Attributes:
@@ -60,15 +59,6 @@ class Run:
     """The job of one learner."""
     return f'{self.learners}_{learner[1:]}'
 
-  def facts(self, process: str, name: str) -> list[dict]:
-    if not (self.workdir / records_lib.RECORDS).is_dir():
-      return []
-    found = records_lib.records(self.workdir)
-    return [one for one in found if one['process'] == process and one['name'] == name]
-
-  def merges(self, learner: str) -> int:
-    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
-
   def until_merged(self, *learners: str) -> None:
     """Waits until each of them has been in some more outer steps."""
     at = {learner: self.merges(learner) for learner in learners}
@@ -85,7 +75,7 @@ class Run:
 
   def jobs(self) -> list[dict[str, str]]:
     """What Slurm says about those of the syncer and of the learners."""
-    return [self.cluster.job(one) for one in (self.syncer, *map(self.task, LEARNERS))]
+    return [self.cluster.job(job) for job in (self.syncer, *map(self.task, LEARNERS))]
 
   def end(self) -> list[str]:
     """Waits for the end of all jobs; returns their states and exit codes."""
@@ -148,7 +138,7 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   run.submit()
   run.until_merged(*LEARNERS)
   cluster.call('scancel', run.syncer, run.learners)
-  assert all(one.startswith('CANCELLED') for one in run.end())
+  assert all(job.startswith('CANCELLED') for job in run.end())
   assert all(run.said(name, 'preempted at clock') == 1 for name in LEARNERS)
   assert [job['Restarts'] for job in run.jobs()] == ['0'] * 4
 

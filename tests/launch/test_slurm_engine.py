@@ -1,6 +1,7 @@
 """The engine `slurm` without Slurm: the golden script, and what it does with commands in the place
 of Slurm's that write their calls down. tests/launch/test_slurm.py has a real cluster."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -8,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from absl.testing import flagsaver
 
 from diloco_jax.config import load
 from diloco_jax.launch import cli
@@ -40,15 +40,8 @@ def request(workdir: str = '/shared/x', learners: int = 3, **more) -> spec_lib.R
 
 
 def script(asked: spec_lib.Request, **given: str) -> str:
-  """What `diloco launch --engine=slurm` writes, whatever the certificates are. Raises ValueError:
-  what it needs."""
-  with flagsaver.flagsaver(**{**GIVEN, **given}):
-    known = slurm.known(asked)
-    described = spec_lib.make(asked, known)
-    if missing := [text for text, there in slurm.needs(described, asked).items() if not there]:
-      raise ValueError('; '.join(missing))
-    [text] = slurm.render(described, asked, known).values()
-    return text
+  [text] = rendered.render(slurm, asked, **{**GIVEN, **given}).values()
+  return text
 
 
 @pytest.fixture(name='cluster')
@@ -75,6 +68,16 @@ def run(text: str, folder: pathlib.Path, *role: str) -> subprocess.CompletedProc
   return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@contextlib.contextmanager
+def starting(text: str, folder: pathlib.Path, *role: str):
+  """The same while it runs."""
+  (folder / 'run.sh').write_text(text)
+  (folder / 'x' / 'logs').mkdir(parents=True)
+  command = ['bash', folder / 'run.sh', *role]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    yield started
+
+
 def program(monkeypatch, code: str) -> None:
   """Puts a text of Python in the place of our programs."""
   monkeypatch.setattr(cli, 'PROGRAM', (sys.executable, '-S', '-c', code))
@@ -88,13 +91,9 @@ def test_the_script_of_a_run(monkeypatch):
 
 
 def test_shellcheck_has_no_warning(tmp_path):
-  for number, asked in enumerate(
-    [request(workdir="/it's mine/100%"), request(only=['l1'], syncer='HOST:7070')]
-  ):
-    (tmp_path / f'{number}.sh').write_text(script(asked))
-  command = [pathlib.Path(sys.executable).parent / 'shellcheck', *tmp_path.glob('*.sh')]
-  done = subprocess.run(command, capture_output=True, text=True)
-  assert done.returncode == 0, done.stdout
+  (tmp_path / 'whole.sh').write_text(script(request(workdir="/it's mine/100%")))
+  (tmp_path / 'part.sh').write_text(script(request(only=['l1'], syncer='HOST:7070')))
+  rendered.require_no_warning(*tmp_path.glob('*.sh'))
 
 
 def test_our_command_line_takes_the_commands_of_the_jobs(cluster, tmp_path, monkeypatch):
@@ -111,9 +110,9 @@ def test_our_command_line_takes_the_commands_of_the_jobs(cluster, tmp_path, monk
   assert (syncer['listen'], syncer['tls']) == ('10.0.0.7:0', '/shared/certs/syncer')
   assert (learner['learner'], learner['tls']) == ('l02', '/shared/certs/l02')
   assert learner['syncer'] == f'file:{workdir / run_folder.ADDRESS}'
-  for found in (syncer, learner):
-    assert found['workdir'] == str(workdir)
-    assert found['config'] == request(learners=12).config.to_dict()
+  for values in (syncer, learner):
+    assert values['workdir'] == str(workdir)
+    assert values['config'] == request(learners=12).config.to_dict()
 
 
 def test_it_submits_the_syncer_and_then_the_learners(cluster, tmp_path):
@@ -137,7 +136,7 @@ def test_it_submits_the_syncer_and_then_the_learners(cluster, tmp_path):
 def test_a_syncer_whose_learners_are_refused_is_cancelled(cluster, tmp_path, monkeypatch):
   monkeypatch.setenv('ACCEPTED', 'no-learner')
   assert run(script(request(workdir=str(tmp_path / 'x'))), tmp_path).returncode
-  assert [one[0] for one in cluster()] == ['sbatch', 'sbatch', 'scancel']
+  assert [call[0] for call in cluster()] == ['sbatch', 'sbatch', 'scancel']
   assert cluster()[-1] == ['scancel', '12']
 
 
@@ -215,11 +214,8 @@ def test_a_loop_of_ones_own_is_a_job_as_any_learner(cluster, tmp_path, monkeypat
     config=load.load('own_loop'), config_flags=[], workdir=str(tmp_path / 'x'), tls='/certs',
     loop=loop, port=7070,
   )  # fmt: skip
-  (tmp_path / 'run.sh').write_text(script(asked))
   assert '"--listen=$node:7070"' in script(asked)
-  (tmp_path / 'x' / 'logs').mkdir(parents=True)
-  command = ['bash', tmp_path / 'run.sh', 'learner']
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+  with starting(script(asked), tmp_path, 'learner') as started:
     assert started.stdout.readline() == (
       f'--learner=l2 file:{tmp_path}/x/{run_folder.ADDRESS} /certs/l2\n'
     )
@@ -244,10 +240,7 @@ def test_sigterm_ends_a_program_in_order_and_starts_it_again(cluster, tmp_path, 
     'import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("ends"))); '
     'print("ready", flush=True); signal.pause()',
   )
-  (tmp_path / 'run.sh').write_text(script(request(workdir=str(tmp_path / 'x'))))
-  (tmp_path / 'x' / 'logs').mkdir(parents=True)
-  command = ['bash', tmp_path / 'run.sh', 'learner']
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+  with starting(script(request(workdir=str(tmp_path / 'x'))), tmp_path, 'learner') as started:
     assert started.stdout.readline() == 'ready\n'
     started.send_signal(signal.SIGTERM)
     assert started.stdout.readline() == 'ends\n'

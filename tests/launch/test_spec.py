@@ -17,7 +17,7 @@ _KNOWN = spec_lib.Known(
   syncer='gemma-1b-syncer:7070',
   listen='0.0.0.0:7070',
   tls='/certs',
-  meet=('--hosts=auto',),
+  host_flags=('--hosts=auto',),
 )
 
 
@@ -31,9 +31,9 @@ def request(config: str = 'gemma:1b', learners: int = 2, chips: int = 16, **more
 
 
 def values(program: spec_lib.Program) -> dict:
-  found = dataclasses.asdict(program)
-  assert found.pop('environment') == spec_lib.ENVIRONMENT
-  return found
+  fields = dataclasses.asdict(program)
+  assert fields.pop('environment') == spec_lib.ENVIRONMENT
+  return fields
 
 
 @pytest.mark.parametrize('learners', [1, 2, 8])
@@ -49,13 +49,7 @@ def test_a_syncer_and_its_learners(learners):
     'topology': '',
     'disk_gib': 500,
   }
-  learner = {
-    'role': 'learner',
-    'hosts': 4,
-    'chips': 4,
-    'topology': 'v6e:4x4',
-    'disk_gib': 0,
-  }
+  learner = {'role': 'learner', 'hosts': 4, 'chips': 4, 'topology': 'v6e:4x4', 'disk_gib': 0}
   argv = lambda name: [
     *('diloco', 'learner', *common, f'--tls=/certs/{name}', f'--learner={name}'),
     *('--syncer=gemma-1b-syncer:7070', '--hosts=auto'),
@@ -68,10 +62,10 @@ def test_a_syncer_and_its_learners(learners):
   assert json.dumps(dataclasses.asdict(described)), 'an engine may send it elsewhere'
   read = command_line.read([program.argv for program in described.programs])
   assert (read[0]['listen'], read[0]['tls']) == ('0.0.0.0:7070', '/certs/syncer')
-  for number, one in enumerate(read[1:]):
-    assert (one['learner'], one['tls']) == (f'l{number}', f'/certs/l{number}')
-    assert (one['syncer'], one['hosts']) == (_KNOWN.syncer, 'auto')
-  assert all(one['config']['sync']['learners'] == learners for one in read)
+  for number, flags in enumerate(read[1:]):
+    assert (flags['learner'], flags['tls']) == (f'l{number}', f'/certs/l{number}')
+    assert (flags['syncer'], flags['hosts']) == (_KNOWN.syncer, 'auto')
+  assert all(flags['config']['sync']['learners'] == learners for flags in read)
 
 
 def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
@@ -86,16 +80,7 @@ def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
 
 @pytest.mark.parametrize(
   'topology, hosts, chips',
-  [
-    ('v6e:1x1', 1, 1),
-    ('v6e:2x2', 1, 4),
-    ('v6e:2x4', 2, 4),
-    ('v6e:8x8', 16, 4),
-    ('v5e:4x8', 8, 4),
-    ('v5p:2x2x1', 1, 4),
-    ('v5p:2x2x4', 4, 4),
-    ('v5p:4x4x4', 16, 4),
-  ],
+  [('v6e:1x1', 1, 1), ('v6e:2x2', 1, 4), ('v6e:2x4', 2, 4), ('v5e:4x8', 8, 4), ('v5p:2x2x4', 4, 4)],
 )
 def test_a_slice_has_hosts_of_four_chips(topology, hosts, chips):
   asked = request(chips=hosts * chips, topology=topology)
@@ -180,8 +165,8 @@ def test_what_this_machine_cannot_give(more, words):
       r'--out applies to --engine=gke\|slurm\|systemd only, and this is --engine=local',
     ),
     (
-      ['--config=stdlib_lm:tiny', '--disk_gib=9', '--engine=slurm'],
-      '--disk_gib applies to --engine=gke only, and this is --engine=slurm',
+      ['--config=stdlib_lm:tiny', '--port=7070', '--engine=systemd'],
+      '--port applies to --engine=slurm only, and this is --engine=systemd',
     ),
   ],
 )

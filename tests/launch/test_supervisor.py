@@ -21,6 +21,7 @@ from diloco_jax.process import restarts, run_folder
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 from diloco_jax.storage import files as files_lib
+from tests import programs
 from tests.report import rows
 
 _DEADLINE_S = 120.0
@@ -38,6 +39,10 @@ while not pathlib.Path(sys.argv[1], "DONE").exists():
 def program(name: str, script: str, *args: str) -> supervisor_lib.LocalProgram:
   command = [sys.executable, '-S', '-c', script, *args]
   return supervisor_lib.LocalProgram(name=name, command=command, environment=_ENVIRONMENT)
+
+
+def syncer(folder: pathlib.Path, script: str = _SYNCER) -> supervisor_lib.LocalProgram:
+  return program('syncer', script, str(folder))
 
 
 class Run:
@@ -92,26 +97,17 @@ def gone(pid: int) -> bool:
     return True
 
 
-def await_true(condition, what: str) -> None:
-  deadline_s = time.monotonic() + _DEADLINE_S
-  while not condition():
-    assert time.monotonic() < deadline_s, f'{what} did not happen within {_DEADLINE_S} s'
-    os.sched_yield()
-
-
 def test_the_run_ends_with_its_syncer(tmp_path):
   learner = 'import pathlib, sys; print("hello"); pathlib.Path(sys.argv[1], "DONE").touch()'
-  run = Run(
-    tmp_path, [program('syncer', _SYNCER, str(tmp_path)), program('l0', learner, str(tmp_path))]
-  )
+  run = Run(tmp_path, [syncer(tmp_path), program('l0', learner, str(tmp_path))])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (0, 'done')
   assert run.said('l0') == ['hello']
   assert (tmp_path / 'logs' / 'l0.log').read_text() == 'hello\n'
-  assert {name: status.state for name, status in outcome.statuses.items()} == {
-    'syncer': 'done',
-    'l0': 'done',
-  }
+  assert [(name, status.state) for name, status in sorted(outcome.statuses.items())] == [
+    ('l0', 'done'),
+    ('syncer', 'done'),
+  ]
 
 
 def test_a_syncer_whose_learners_are_elsewhere_is_kept_until_it_ends(tmp_path):
@@ -121,7 +117,7 @@ if not pathlib.Path(sys.argv[1], "again").exists():
   pathlib.Path(sys.argv[1], "again").touch()
   sys.exit(74)
 """
-  outcome = Run(tmp_path, [program('syncer', script, str(tmp_path))]).run()
+  outcome = Run(tmp_path, [syncer(tmp_path, script)]).run()
   assert (outcome.code, outcome.text) == (0, 'done')
   assert (outcome.statuses['syncer'].state, outcome.statuses['syncer'].starts) == ('done', 2)
 
@@ -184,7 +180,7 @@ def test_only_short_lives_in_a_row_are_a_failure(tmp_path, lives, state):
   """A learner that dies once an hour is started again for ever."""
 
   class Lives(supervisor_lib.Supervisor):
-    async def _live(self, program):
+    async def _run_process(self, program):
       if lives and lives[0] is None:
         self._pauses['l0'] = 0.0
       return (1, 'a fault', lives.pop(0) or 0.0) if lives else (42, 'the end', 0.0)
@@ -232,17 +228,13 @@ def test_a_learner_whose_restart_fails_is_started_again(tmp_path):
 
 def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
   refused = 'import sys; print("error: another model", file=sys.stderr); sys.exit(42)'
-  run = Run(
-    tmp_path,
-    [program('syncer', _SYNCER, str(tmp_path)), program('l0', refused), program('l1', _FOREVER)],
-  )
+  started = [syncer(tmp_path), program('l0', refused), program('l1', _FOREVER)]
 
   def tick(run: Run) -> None:
     if run.supervisor.statuses['l0'].state == 'refused':
       (tmp_path / 'DONE').touch()
 
-  run._kwargs['finish_s'] = 0.1
-  outcome = run.run(tick)
+  outcome = Run(tmp_path, started, finish_s=0.1).run(tick)
   assert outcome.statuses['l0'] == supervisor_lib.Status(
     state='refused', starts=1, last_error='another model'
   )
@@ -251,14 +243,14 @@ def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
 
 def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
   """First the disk fails, which a restart may fix; then the log is damaged."""
-  syncer = (
+  script = (
     'import pathlib, sys\n'
     'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
     'again = failed.exists(); failed.touch()\n'
     'print("error: damaged log" if again else "error: disk failed", file=sys.stderr)\n'
     'sys.exit(42 if again else 74)'
   )
-  run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
+  run = Run(tmp_path, [syncer(tmp_path, script), program('l0', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'damaged log')
   assert outcome.statuses['syncer'] == supervisor_lib.Status(
@@ -282,14 +274,8 @@ def _reports_step(step: int) -> str:
 @pytest.mark.parametrize('step, code', [(100, 0), (50, 1)])
 def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step, code):
   """It writes the model. Learners that end before the last step were stopped from outside."""
-  run = Run(
-    tmp_path,
-    [
-      program('syncer', _SYNCER, str(tmp_path)),
-      program('l0', _reports_step(step), str(tmp_path)),
-    ],
-    finish_s=0.1,
-  )
+  started = [syncer(tmp_path), program('l0', _reports_step(step), str(tmp_path))]
+  run = Run(tmp_path, started, finish_s=0.1)
   done_s = []
 
   def tick(run: Run) -> None:
@@ -309,11 +295,8 @@ def test_a_run_whose_few_more_steps_were_merged_before_has_ended(tmp_path):
 
 
 def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
-  run = Run(
-    tmp_path,
-    [program('syncer', _FOREVER), program('l0', _reports_step(100), str(tmp_path))],
-    finish_s=0.1,
-  )
+  started = [program('syncer', _FOREVER), program('l0', _reports_step(100), str(tmp_path))]
+  run = Run(tmp_path, started, finish_s=0.1)
 
   def tick(run: Run) -> None:
     if run.supervisor.statuses['l0'].state == 'done' and not run.supervisor._interrupts.count:
@@ -335,12 +318,8 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
 
 def test_a_learner_that_is_ended_with_the_run_before_it_takes_signals_was_not_killed(tmp_path):
   """The syncer refuses the config while the learner begins. A fault sent l1 the same signal."""
-  refuses = _SYNCER + 'sys.exit(42)'
-  run = Run(
-    tmp_path,
-    [program(name, _FOREVER) for name in ('l0', 'l1')]
-    + [program('syncer', refuses, str(tmp_path))],
-  )
+  learners = [program(name, _FOREVER) for name in ('l0', 'l1')]
+  run = Run(tmp_path, [*learners, syncer(tmp_path, _SYNCER + 'sys.exit(42)')])
 
   def tick(run: Run) -> None:
     if run.supervisor.statuses['l1'].starts == 2:
@@ -391,7 +370,7 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
   outcome = run.run(tick)
   assert (outcome.code, outcome.interrupted) == (130, True)
   assert len(pids) >= 3
-  await_true(lambda: all(gone(pid) for pid in pids), 'the death of them all')
+  programs.until(lambda: all(gone(pid) for pid in pids))
   # None was killed by an accident: the report does not count them.
   assert run.ends('l0') == run.ends('l1') == ['stopped']
 
@@ -455,17 +434,13 @@ async def main():
   await child.wait()
 asyncio.run(main())
 """
-  parent = subprocess.Popen(
-    [sys.executable, '-c', script, str(tmp_path)],
-    stdout=subprocess.PIPE,
-    text=True,
-    cwd=pathlib.Path(__file__).parents[2],
-  )
-  with parent:
-    child_pid = int(parent.stdout.readline())
+  with programs.starting() as start:
+    parent = start('-c', script, tmp_path)
+    child_pid = int(parent.wait_for(''))
     assert not gone(child_pid)
-    parent.kill()
-  await_true(lambda: gone(child_pid), 'the death of the child')
+    os.kill(parent.process.pid, signal.SIGKILL)
+    parent.process.wait()
+  programs.until(lambda: gone(child_pid))
 
 
 def test_a_closed_terminal_ends_a_run(tmp_path):
@@ -529,7 +504,5 @@ def test_an_endless_line_is_cut(tmp_path):
   ],
 )
 def test_verdict(states, progress, code):
-  statuses = {name: supervisor_lib.Status(state=state) for name, state in states.items()}
-  syncer = statuses.pop('syncer')
-  learners = list(statuses.values())
-  assert supervisor_lib._verdict(syncer, learners, False, progress)['code'] == code
+  of_syncer, *learners = (supervisor_lib.Status(state=state) for state in states.values())
+  assert supervisor_lib._verdict(of_syncer, learners, False, progress)[0] == code

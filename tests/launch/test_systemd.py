@@ -41,17 +41,17 @@ TWO = '--config=stdlib_lm:tiny', '--config.sync.learners=2', '--topology=cpu'
 
 
 def test_our_command_line_takes_the_commands(folder):
-  found = units(folder, *TWO, '--tls=certs', '--listen=0.0.0.0:7070', '--only=syncer,l0')
-  assert sorted(found) == ['tiny-l0.service', 'tiny-syncer.service']
+  files = units(folder, *TWO, '--tls=certs', '--listen=0.0.0.0:7070', '--only=syncer,l0')
+  assert sorted(files) == ['tiny-l0.service', 'tiny-syncer.service']
   commands = []
-  for unit in found.values():
+  for unit in files.values():
     words = values(unit, 'ExecStart')
     assert words[: len(cli.PROGRAM)] == list(cli.PROGRAM)
     commands.append(['diloco', *words[len(cli.PROGRAM) :]])
     assert values(unit, 'RestartPreventExitStatus') == [str(exits.NEVER_RETRY)]
     assert 'JAX_PLATFORMS=cpu' in values(unit, 'Environment')
     assert f'WorkingDirectory={folder}\n'.replace('%', '%%') in unit
-  l0, syncer = command_line.read([commands[k] for k in map(list(found).index, sorted(found))])
+  l0, syncer = command_line.read([commands[k] for k in map(list(files).index, sorted(files))])
   assert l0['workdir'] == syncer['workdir'] == ODD
   assert (l0['learner'], l0['tls']) == ('l0', str(folder / 'certs' / 'l0'))
   assert (syncer['listen'], syncer['tls']) == ('0.0.0.0:7070', str(folder / 'certs' / 'syncer'))
@@ -59,8 +59,8 @@ def test_our_command_line_takes_the_commands(folder):
 
 def test_a_loop_of_ones_own(folder):
   loop = f"{sys.executable} 'my loop.py' {{learner}} {{syncer}} {{workdir}}"
-  found = units(folder, '--config=own_loop', f'--loop={loop}', '--only=l1')
-  [unit] = found.values()
+  files = units(folder, '--config=own_loop', f'--loop={loop}', '--only=l1')
+  [unit] = files.values()
   address = f'file:{ODD}/syncer/address'
   assert values(unit, 'ExecStart') == [sys.executable, 'my loop.py', 'l1', address, ODD]
 
@@ -84,7 +84,6 @@ def test_systemd_finds_no_error(folder):
   [
     (('--config.mesh.hosts=2',), 'a unit is one program of one machine; see --engine=gke'),
     (('--workdir=',), '--workdir=FOLDER'),
-    (('--port=7070',), '--port applies to --engine=slurm only'),
   ],
 )
 def test_what_is_missing_or_wrong_is_named(folder, flags, words):

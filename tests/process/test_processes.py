@@ -112,7 +112,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = records_lib.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
-  assert cli._guarded(lambda argv: lifecycle.end(waited, records), []) == 75
+  assert cli._call(lambda argv: lifecycle.end(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 

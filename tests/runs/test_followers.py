@@ -20,15 +20,15 @@ def test_a_run_is_followed_to_its_end_and_a_killed_follower_changes_nothing(tmp_
     follow = lambda command, *words: diloco(command, f'--workdir={run}', '--follow', *words)
     follows, killed = follow('evaluate'), follow('evaluate')
     samples = follow('sample', '--tokens=5')
-    for one in (follows, killed, samples):
-      one.wait_for('version 0: ')
+    for follower in (follows, killed, samples):
+      follower.wait_for('version 0: ')
     killed.process.kill()
     learner = diloco('learner', *flags, '--learner=l0', f'--syncer=file:{run}/syncer/address')
-    for one in (learner, syncer, follows, samples):
-      assert one.end() == 0, one
+    for follower in (learner, syncer, follows, samples):
+      assert follower.end() == 0, follower
   line = re.compile(r'version (\d+): held-out loss [\d.]+ \([\d.]+ bits per byte\) in 1 batches')
-  versions = [int(line.match(one)[1]) for one in follows.lines if 'version' in one]
+  versions = [int(line.match(text)[1]) for text in follows.lines if 'version' in text]
   assert len(versions) > 1 and versions == sorted(set(versions))
-  assert any(re.fullmatch(r'version \d+: ', one) for one in samples.lines)
-  told = [row['count'] for row in diloco_jax.records(run) if row['name'] == 'followers']
-  assert 2 in told and told[-1] == 0
+  assert any(re.fullmatch(r'version \d+: ', text) for text in samples.lines)
+  counts = [row['count'] for row in diloco_jax.records(run) if row['name'] == 'followers']
+  assert 2 in counts and counts[-1] == 0

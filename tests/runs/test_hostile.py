@@ -99,7 +99,7 @@ class Shares:
         total += now - then
         blocked += max(0, now - then - sum(busy))
         # The kernel books a wait for a CPU when it ends, so a longer one began before this time.
-        blocked -= sum(max(0, one - (now - then)) for one in busy)
+        blocked -= sum(max(0, busy_ns - (now - then)) for busy_ns in busy)
     return max(0, blocked) / total if total else 0.0
 
 
@@ -107,7 +107,7 @@ def _with_small_pages(program: supervisor_lib.LocalProgram) -> supervisor_lib.Lo
   """Where the kernel gathers untouched memory to pages of 2 MiB, a process grows by tens of MiB
   without an attack."""
   tunables = program.environment['GLIBC_TUNABLES'] + ':glibc.malloc.hugetlb=0'
-  return conductor.paced(
+  return conductor.pace(
     dataclasses.replace(program, environment={**program.environment, 'GLIBC_TUNABLES': tunables})
   )
 
@@ -187,7 +187,7 @@ def _run(tmp_path_factory, counts) -> Run:
   seconds = 20.0 if counts.full else 1.5
   make = functools.partial(Conductor, seconds=seconds)
   conducted, left = conductor.play(tmp_path_factory.mktemp('hostile'), make, DEADLINE_S)
-  run = Run(**vars(left), phases={one.name: one for one in conducted.phases}, full=counts.full)
+  run = Run(**vars(left), phases={part.name: part for part in conducted.phases}, full=counts.full)
   for phase in run.phases.values():
     measure(run, phase, conducted.shares)
   return run
@@ -196,22 +196,16 @@ def _run(tmp_path_factory, counts) -> Run:
 def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
   """Counts what happened in a phase."""
 
-  def within(name: str, fact: str) -> int:
-    return sum(phase.began_ns <= one['t_ns'] <= phase.ended_ns for one in run.of(name, fact))
+  def rows(name: str, fact: str) -> list[dict]:
+    return [row for row in run.of(name, fact) if phase.began_ns <= row['t_ns'] <= phase.ended_ns]
 
-  phase.outer = within('syncer', 'outer')
-  clocks = [
-    one['step']
-    for name in LEARNERS
-    for one in run.of(name, 'step')
-    if phase.began_ns <= one['t_ns'] <= phase.ended_ns
-  ]
+  phase.outer = len(rows('syncer', 'outer'))
+  steps = {name: rows(name, 'step') for name in LEARNERS}
+  clocks = [row['step'] for of_learner in steps.values() for row in of_learner]
   phase.clock = max(clocks, default=0) - min(clocks, default=0)
   for name in LEARNERS:
-    phase.steps[name] = within(name, 'step')
-    phase.losses[name] = [
-      one['loss'] for one in run.of(name, 'step') if phase.began_ns <= one['t_ns'] <= phase.ended_ns
-    ]
+    phase.steps[name] = len(steps[name])
+    phase.losses[name] = [row['loss'] for row in steps[name]]
     phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
 
 
@@ -241,7 +235,7 @@ def test_honest_learners_are_not_held_up(run, name):
   as_many = (
     min(phase.steps_per_s(learner) / quiet.steps_per_s(learner) for learner in LEARNERS) >= 1 - lost
   )
-  before, blocked = (statistics.mean(one.blocked.values()) for one in (quiet, phase))
+  before, blocked = (statistics.mean(part.blocked.values()) for part in (quiet, phase))
   assert as_many or blocked - before <= lost * (1 - before), (before, blocked)
 
 

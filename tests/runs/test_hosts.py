@@ -5,31 +5,35 @@ a host that dies takes part of the parameters with it: the learner ends and come
 """
 
 import dataclasses
-import os
 import pathlib
 import re
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 
 import jax
 import psutil
 import pytest
 
 import diloco_jax
-from diloco_jax.certs import authority, proofs
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.process import exits
 from diloco_jax.protocol import ids
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.verification.faults import conductor as conductor_lib
-from tests.runs.lib import conductor, gated_loop, hosts_bits, hosts_loop, promises, slow_data
+from tests import programs
+from tests.runs.lib import (
+  conductor,
+  gated_loop,
+  hosts_bits,
+  hosts_loop,
+  promises,
+  ray_cluster,
+  slow_data,
+)
 
 DEADLINE_S = 1200
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 LEARNED = 1.3  # from 4.2; the noise of the data leaves 0.73
 
 OVERRIDES = {
@@ -54,9 +58,7 @@ class Conductor(conductor.Conductor):
   ):
     self._certs = workdir / 'certs'
     self._names = [f'l{index}' for index in range(learners)]
-    owner = authority.init(self._certs, 'hosts', proofs.utc_now())
-    for name in self._names:
-      owner.issue(name, proofs.utc_now())
+    ray_cluster.certify(self._certs, *self._names)
     overrides = {
       **OVERRIDES,
       'sync.learners': learners,
@@ -152,7 +154,7 @@ def test_a_learner_comes_back_as_a_whole_whichever_host_ends_and_how(tmp_path):
   assert not [pid for pid in played.pids if psutil.pid_exists(pid)]
 
   exits = {
-    name: [one['code'] for one in run.of('supervisor', 'exit') if one['child'] == name]
+    name: [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
     for name in ('l0', 'l1', 'l2')
   }
   assert exits['l0'] == [-signal.SIGKILL, 0, -signal.SIGKILL, 0, 0]
@@ -178,67 +180,55 @@ def test_a_learner_comes_back_as_a_whole_whichever_host_ends_and_how(tmp_path):
     assert len(steps) > 20
 
 
-def start_hosts(module, hosts: int, *words: object) -> list[subprocess.Popen]:
-  """Starts a module on so many hosts: each is told WORDS, its number and where they meet."""
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    place = f'127.0.0.1:{probe.getsockname()[1]}'
-  environment = {name: one for name, one in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
-  return [
-    subprocess.Popen(
-      [sys.executable, '-m', module.__name__, *map(str, words), str(host), place],
-      cwd=ROOT,
-      env=environment,
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-    )
-    for host in range(hosts)
-  ]
+@pytest.fixture(name='start_hosts')
+def _start_hosts(monkeypatch):
+  """Starts a module on so many hosts with WORDS, the number of each and where they meet."""
+  monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
 
+  def start_hosts(module, hosts: int, *words: object) -> list[programs.Program]:
+    meet, common = files_lib.loopback(), ['-m', module.__name__, *map(str, words)]
+    return [start(*common, str(host), meet) for host in range(hosts)]
 
-def end_of(processes: list[subprocess.Popen]) -> tuple[list[str], list[int]]:
-  said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-  return said, [process.returncode for process in processes]
+  with programs.starting() as start:
+    yield start_hosts
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('bug', [0, 30])
-def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
+def test_a_loop_on_two_hosts_learns_with_a_plain_one(start_hosts, tmp_path, bug):
   """Or, if it has a bug on one host, ends on both."""
   module, sync = gated_loop.example('loop_optax'), hosts_loop.sync(bug)
   with diloco_jax.run_syncer(
     total_steps=module.STEPS, sync=sync, workdir=tmp_path / 'syncer'
   ) as server:
-    processes = start_hosts(
-      hosts_loop, hosts_loop.HOSTS, 'l0', server.address, tmp_path / 'l0', bug
-    )
+    hosts = start_hosts(hosts_loop, hosts_loop.HOSTS, 'l0', server.address, tmp_path / 'l0', bug)
     if not bug:
       with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
         losses = module.train(learner='l1', syncer=server.address, sync=sync)
-    said, codes = end_of(processes)
+    codes = [host.end(DEADLINE_S) for host in hosts]
   if bug:
-    assert codes[1] == exits.NOT_IN_TIME and 'error: a bug of the loop' in said[1]
+    assert codes[1] == exits.NOT_IN_TIME and 'error: a bug of the loop' in hosts[1].text
     assert codes[0] in (exits.NOT_IN_TIME, -signal.SIGABRT)
     return
-  assert codes == [0, 0], '\n'.join(said)
+  assert codes == [0, 0], '\n'.join(map(str, hosts))
   assert sum(losses[-20:]) / 20 < LEARNED
-  last = [float(re.search('of the last 20 is (.*)', text)[1]) for text in said]
+  last = [float(re.search('of the last 20 is (.*)', host.text)[1]) for host in hosts]
   assert last[0] == last[1] < LEARNED, 'both hosts see one loss'
 
 
 @pytest.mark.full
-def test_two_hosts_exchange_the_bytes_and_digests_of_one():
+def test_two_hosts_exchange_the_bytes_and_digests_of_one(start_hosts):
   """Of equal parameters. Steps differ in the last bit: the sums of gloo have another order."""
-  found = []
+  lines = []
   for count in (1, 2):
-    said, codes = end_of(start_hosts(hosts_bits, count, count))
-    assert not any(codes), '\n'.join(said)
-    print(*said)
-    found += [line for line in said[0].splitlines() if line.startswith('[[')]
-  assert len(found) == 2 and found[0] == found[1]
+    hosts = start_hosts(hosts_bits, count, count)
+    for host in hosts:
+      assert host.end(DEADLINE_S) == 0, host
+      print(host.text)
+    lines += [line for line in hosts[0].lines if line.startswith('[[')]
+  assert len(lines) == 2 and lines[0] == lines[1]
 
 
 def test_the_heartbeat_is_that_of_the_documents():
-  page = pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'operating.md'
+  page = programs.ROOT / 'docs' / 'operating.md'
   assert f'{hosts_lib.HEARTBEAT_S} s' in page.read_text()

@@ -83,10 +83,10 @@ def test_an_own_model_is_a_task_or_a_loop(execute, tmp_path):
 @pytest.mark.full
 def test_a_killed_learner_comes_back_and_the_others_go_on(execute, tmp_path):
   assert 'exit code 0' in execute('kill_a_learner')
-  found = diloco_jax.open_run(tmp_path / 'runs' / 'kill').summary
-  (kill,) = found['kills']
+  summary = diloco_jax.open_run(tmp_path / 'runs' / 'kill').summary
+  (kill,) = summary['kills']
   assert kill['learner'] == 'l1' and kill['survivors_step_seconds_after']
-  assert found['learners']['l1']['processes'] == 2
+  assert summary['learners']['l1']['processes'] == 2
 
 
 @pytest.mark.full

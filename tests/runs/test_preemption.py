@@ -61,11 +61,7 @@ def test_a_second_sigterm_ends_it_at_once(start):
 @pytest.mark.long
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(start, tmp_path):
   """An outer step waits for space for ever; a limit of 1 KiB per file simulates the full disk."""
-  common = [
-    *conductor.flags(OVERRIDES),
-    f'--workdir={tmp_path}',
-    '--config.train.drain_s=2',
-  ]
+  common = [*conductor.flags(OVERRIDES), f'--workdir={tmp_path}', '--config.train.drain_s=2']
   syncer = start(*programs.diloco('syncer', *common))
   place = f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}'
   learner = start(*programs.diloco('learner', *common, '--learner=l0', place))

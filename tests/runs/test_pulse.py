@@ -1,42 +1,8 @@
-"""A stopped process has paused; a process that waits for a CPU has not."""
-
-import signal
-import subprocess
-import sys
-import time
+"""A process that waits for a CPU has not paused. test_syncer_kills.py stops one, which has."""
 
 from tests.runs.lib import pulse as pulse_lib
 
 MS = 1_000_000
-STEPS = """
-import time
-while True:
-  time.sleep(0.01)
-  print(time.monotonic_ns(), flush=True)
-"""
-
-
-def test_a_stopped_process_has_paused():
-  process = subprocess.Popen([sys.executable, '-c', STEPS], stdout=subprocess.PIPE, text=True)
-  pulse, steps = pulse_lib.Pulse(), []
-
-  def look(count: int) -> None:
-    for _ in range(count):
-      steps.append(int(process.stdout.readline()))
-      pulse.sample(process.pid)
-
-  with process:
-    look(50)
-    process.send_signal(signal.SIGSTOP)
-    ended_s = time.monotonic() + 1.5
-    while time.monotonic() < ended_s:
-      pulse.sample(process.pid)
-    process.send_signal(signal.SIGCONT)
-    look(10)
-    process.kill()
-    process.stdout.read()
-  gap = pulse.longest(process.pid, steps)
-  assert gap.pause and gap.gap_ns > 1000 * MS, gap
 
 
 def test_waiting_for_a_cpu_is_no_pause():

@@ -90,10 +90,10 @@ def _learner(site: pathlib.Path, say: Say, learner: str) -> Any:
     raise ValueError(refused)
   whole = site.with_name('whole') / 'store' / folders.ISLANDS / 'l0' / folders.CHECKPOINTS
   like = states.load_on_host(max(whole.iterdir(), key=_number))[1]['opt_state']
-  found = moments_lib.find(site / 'store', learner, like, say, run=run)
-  if found and found.protocol.get('run', run) != run:  # protocol/learner/connection.py
-    raise ValueError(f'a checkpoint of run {found.protocol["run"]}, not {run}')
-  return found and (found.learner, found.step, _digest(found.moments))
+  moments = moments_lib.find(site / 'store', learner, like, say, run=run)
+  if moments and moments.protocol.get('run', run) != run:  # protocol/learner/connection.py
+    raise ValueError(f'a checkpoint of run {moments.protocol["run"]}, not {run}')
+  return moments and (moments.learner, moments.step, _digest(moments.moments))
 
 
 def _all_moments(site: pathlib.Path) -> list[Any]:
@@ -105,10 +105,10 @@ def _all_moments(site: pathlib.Path) -> list[Any]:
 
 
 def _replay(site: pathlib.Path, say: Say) -> Any:
-  found = {life.name: tape_files.replay(life) for life in tape_files.find(site / 'run')}
-  texts = {name: replay.text() for name, replay in found.items()}
+  replays = {life.name: tape_files.replay(life) for life in tape_files.find(site / 'run')}
+  texts = {name: replay.text() for name, replay in replays.items()}
   for name, text in texts.items():
-    if not found[name].identical or 'no exit' in text:
+    if not replays[name].identical or 'no exit' in text:
       raise ValueError(f'the tape {name}: {text}')
   return texts
 
@@ -129,8 +129,8 @@ def _report(site: pathlib.Path, say: Say) -> Any:
 
 
 def _follow(site: pathlib.Path, say: Say) -> Any:
-  found = [*diloco_jax.follow(workdir=site / 'store', wait_s=2.0)]
-  return found[-1][0], _digest(found[-1][1])
+  models = [*diloco_jax.follow(workdir=site / 'store', wait_s=2.0)]
+  return models[-1][0], _digest(models[-1][1])
 
 
 def _command(*words: str) -> Callable[[pathlib.Path, Say], str]:
@@ -221,8 +221,8 @@ def _name(path: str) -> str:
 
 
 def _number(path: pathlib.Path) -> int:
-  found = re.match(r'\d+', path.name)
-  return int(found[0]) if found else -1
+  match = re.match(r'\d+', path.name)
+  return int(match[0]) if match else -1
 
 
 def _row(path: str) -> str | None:
@@ -231,13 +231,13 @@ def _row(path: str) -> str | None:
 
 def _files(site: pathlib.Path) -> dict[str, list[str]]:
   """The files of a site by their names without numbers, the newest last."""
-  found: dict[str, list[str]] = {}
+  files: dict[str, list[str]] = {}
   paths = [path for path in site.rglob('*') if path.is_file()]
   for path in sorted(paths, key=lambda path: [*map(int, re.findall(r'\d+', str(path)))]):
     relative = path.relative_to(site).as_posix()
     if not re.fullmatch(FOR_PEOPLE, _name(relative)):
-      found.setdefault(_name(relative), []).append(relative)
-  return found
+      files.setdefault(_name(relative), []).append(relative)
+  return files
 
 
 def _words(path: str) -> str:
@@ -246,7 +246,7 @@ def _words(path: str) -> str:
   if row != STATE:
     return THINGS[row]
   at = pathlib.PurePosixPath(path)
-  at = next(one for one in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', one.name))
+  at = next(up for up in (at, *at.parents) if re.fullmatch(r'(\d+)(-\w+)?|model', up.name))
   return 'model' if at.name == 'model' else f'ckpt/{at.name}|checkpoint|cop(y|ies)|moments'
 
 
@@ -289,9 +289,9 @@ def _older(path: pathlib.Path, other: pathlib.Path, before: pathlib.Path | None)
 def _moved(path: pathlib.Path, other: pathlib.Path, before: pathlib.Path | None) -> None:
   """It and the one before it have exchanged their names."""
   if before:
-    one, two = path.read_bytes(), before.read_bytes()
-    _keeping_time(path, two)
-    _keeping_time(before, one)
+    newer = path.read_bytes()
+    _keeping_time(path, before.read_bytes())
+    _keeping_time(before, newer)
 
 
 SWAPS = {
@@ -367,14 +367,15 @@ class Bench:
 
   Attributes:
     site: that place; whole, other: the runs.
-    right: what each reader says of the run; older: and of the states before the newest.
+    whole_values, older_values: what each reader says of the run, and of the states before the
+      newest.
   """
 
   site: pathlib.Path
   whole: pathlib.Path
   other: pathlib.Path
-  right: dict[str, Any] = dataclasses.field(default_factory=dict)
-  older: dict[str, list] = dataclasses.field(default_factory=dict)
+  whole_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+  older_values: dict[str, list] = dataclasses.field(default_factory=dict)
 
   def fresh(self) -> None:
     _WHEN_OPENED.clear()
@@ -395,17 +396,23 @@ class Bench:
       except (Exception, exits.NeverRetry) as problem:
         error = f'{type(problem).__name__}: {problem}'
     printed = capfd.readouterr()
-    lines = [*said, *(str(one.message) for one in warned), printed.out, printed.err, error]
+    lines = [*said, *(str(warning.message) for warning in warned), printed.out, printed.err, error]
     return value, error, '\n'.join(lines)
 
-  def known(self, reader: str, capfd) -> list:
-    """The right value, then those of the older states."""
-    if reader not in self.right:
+  def value_of_whole(self, reader: str, capfd) -> Any:
+    """What it reads of the run as it is."""
+    if reader not in self.whole_values:
       self.fresh()
       value, error, _ = self.read(reader, capfd)
       assert value is not None and not error, (reader, error)
-      self.right[reader] = value
-      self.older[reader] = _all_moments(self.site) if reader in ('join', 'learner') else []
+      self.whole_values[reader] = value
+    return self.whole_values[reader]
+
+  def values_of_older(self, reader: str, capfd) -> list:
+    """What it reads of the states before the newest."""
+    if reader not in self.older_values:
+      self.fresh()
+      values = _all_moments(self.site) if reader in ('join', 'learner') else []
       for newest in (0, 1, 2):  # the model, and of the syncer's checkpoints so many, are gone
         self.fresh()
         for place in (self.site / 'run', self.site / 'store'):
@@ -413,19 +420,23 @@ class Bench:
           paths = sorted(place.glob('syncer/ckpt/[0-9]*'), key=_number)
           for path in paths[len(paths) - newest :]:
             shutil.rmtree(path)
-        self.older[reader].append(self.read(reader, capfd)[0])
-    return [self.right[reader], *self.older[reader]]
+        values.append(self.read(reader, capfd)[0])
+      self.older_values[reader] = values
+    return self.older_values[reader]
 
-  def judge(self, reader: str, swap: str, thing: str, capfd) -> str:
+  def judge(self, reader: str, cell: tuple[str, str, str, str], capfd) -> str:
     """What is wrong, '' if nothing is. Where a state is gone the one before it is the newest."""
-    right, *older = self.known(reader, capfd)
+    swap, thing, *_ = cell
+    right = self.value_of_whole(reader, capfd)
+    self.fresh()
+    _exchange(self, *cell)
     value, error, lines = self.read(reader, capfd)
     named = re.search(_words(thing), lines) or swap == 'gone while it is read'
     if error:
       return '' if named else f'an error that does not name it: {error[:200]}'
     if value == right:
       return ''
-    if value in older:
+    if value in self.values_of_older(reader, capfd):
       as_new = reader == 'join' and value[1] == right[1]  # moments of any learner are as good
       return '' if named or as_new else 'an older state without a word'
     return '' if named and reader == 'evaluate' else f'silently wrong: {value}'
@@ -494,7 +505,7 @@ def _exchange(bench: Bench, swap: str, thing: str, before: str, state: str) -> N
 def test_what_is_read_twice_is_what_it_was_or_a_line_names_it(bench, counts, capfd):
   readers = [*READERS, *OF_PROCESSES] if counts.full else [*READERS]
   for reader in readers:
-    bench.known(reader, capfd)
+    bench.value_of_whole(reader, capfd)
   cells = [
     (reader, cell)
     for cell in _cells(bench)
@@ -503,9 +514,7 @@ def test_what_is_read_twice_is_what_it_was_or_a_line_names_it(bench, counts, cap
   ]
   wrong = {}
   for reader, cell in cells if counts.full else cells[::61]:
-    bench.fresh()
-    _exchange(bench, *cell)
-    if found := bench.judge(reader, *cell[:2], capfd):
-      wrong[reader, cell[0], cell[1]] = found
-  text = '\n'.join(f'{cell}: {found}' for cell, found in wrong.items())
+    if fault := bench.judge(reader, cell, capfd):
+      wrong[reader, cell[0], cell[1]] = fault
+  text = '\n'.join(f'{cell}: {fault}' for cell, fault in wrong.items())
   assert not wrong, f'{len(wrong)} of {len(cells)} cells:\n{text}'

@@ -68,8 +68,9 @@ def test_a_reader_finds_200_versions_whole_past_a_kill_and_a_full_disk(library, 
     programs.until(lambda: _count(follower) > VERSIONS // 3, follower, reader)
     infinite = resource.RLIM_INFINITY
     resource.prlimit(follower.process.pid, resource.RLIMIT_FSIZE, (100_000, infinite))
-    told = follower.wait_for('not written: ')
-    assert re.search(r'File too large.*out/latest is what it was; the next version is tried', told)
+    refused = follower.wait_for('not written: ')
+    text = r'File too large.*out/latest is what it was; the next version is tried'
+    assert re.search(text, refused)
     resource.prlimit(follower.process.pid, resource.RLIMIT_FSIZE, (infinite, infinite))
     programs.until(lambda: _count(follower) > VERSIONS // 2, follower, reader)
     follower.kill()
@@ -93,13 +94,13 @@ def test_the_versions_end_with_the_run_and_the_last_is_the_model_that_is_exporte
   with programs.starting() as start:
     processes = _starts(start, run, 24)
     follower = _follower(start, run, out)
-    assert [one.end() for one in (*processes, follower)] == [0, 0, 0], follower
+    assert [process.end() for process in (*processes, follower)] == [0, 0, 0], follower
     exported = start(*programs.diloco('export', f'--workdir={run}', f'--out={end}'))
     assert exported.end() == 0, exported
     refused = _follower(start, run, tmp_path / 'm.safetensors')
     assert refused.end() == 42 and 'a folder needs the Hugging Face folder' in refused.text
   numbers = [int(re.match(r'version (\d+): ', line)[1]) for line in follower.lines]
   assert numbers == sorted(set(numbers)) and numbers
-  ours, theirs = (arrays.tensors_in(one / hugging_face.FILE) for one in (out / 'latest', end))
+  ours, theirs = (arrays.tensors_in(folder / hugging_face.FILE) for folder in (out / 'latest', end))
   assert ours.keys() == theirs.keys()
   assert all((ours[name].map() == theirs[name].map()).all() for name in ours)

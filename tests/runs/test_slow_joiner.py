@@ -19,17 +19,17 @@ pytestmark = pytest.mark.long
 def test_a_joiner_on_a_slow_link_contributes(rate, scale):
   """3 MB of fragments (a fifth of it by default) at 1.2 times the rate of the updates."""
   sizes = slow_joiner.sizes(rate, rate / 1.2, 3e6 / scale)
-  told = []
-  took_s = slow_joiner.contributes_after_s(sizes, 20 + 2 * sizes.need_s, told.append)
-  assert took_s < float('inf'), '\n'.join(told)
+  lines = []
+  took_s = slow_joiner.contributes_after_s(sizes, 20 + 2 * sizes.need_s, lines.append)
+  assert took_s < float('inf'), '\n'.join(lines)
 
 
 def test_a_model_of_twelve_times_what_may_wait_for_a_learner_is_joined():
   """The syncer sent all fragments at once, the session broke, and so for ever."""
   sizes = slow_joiner.large(rate=40_000 * KB, queues=12)
   assert sizes.fragments * sizes.whole >= 11.9 * sizes.max_queued
-  told = []
-  took_s = slow_joiner.contributes_after_s(sizes, 100, told.append)
-  assert took_s < float('inf'), '\n'.join(told)
-  assert sizes.most_wholes <= messages.MAX_WHOLES, '\n'.join(told)
-  assert not any('disconnected' in line for line in told), '\n'.join(told)
+  lines = []
+  took_s = slow_joiner.contributes_after_s(sizes, 100, lines.append)
+  assert took_s < float('inf'), '\n'.join(lines)
+  assert sizes.most_wholes <= messages.MAX_WHOLES, '\n'.join(lines)
+  assert not any('disconnected' in line for line in lines), '\n'.join(lines)

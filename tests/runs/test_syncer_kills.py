@@ -11,7 +11,7 @@ processes, and the judge reads their tapes.
 """
 
 import asyncio
-import collections.abc
+import collections
 import dataclasses
 import functools
 import math
@@ -19,7 +19,7 @@ import pathlib
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -65,24 +65,14 @@ def plan(random_kills: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Run(conductor.Run):
-  """Also has samples of the learners' threads; `asked_ns`: when SIGTERM was sent to a node;
-  `killed_ns`: when SIGTERM had been sent to all that get it; `site_ns`: when all processes were
-  killed."""
-
-  plan: tuple[str, ...]
-  learner_kills: int
-  pulse: pulse_lib.Pulse
-  asked_ns: dict[str, int]
-  killed_ns: int
-  site_ns: list[int]
-  froze_ns: int
+  conducted: 'Conductor'
 
   def end(self, child: str) -> dict:
     """The exit of the process that got SIGTERM."""
     return next(
       fact
       for fact in self.of('supervisor', 'exit')
-      if fact['child'] == child and fact['t_ns'] > self.asked_ns[child]
+      if fact['child'] == child and fact['t_ns'] > self.conducted.asked_ns[child]
     )
 
   def deaths(self, child: str) -> list[int]:
@@ -109,8 +99,8 @@ class Run(conductor.Run):
     gaps = [
       gap
       for pid, born_ns, ended_ns in self.lives('l0')
-      for gap in self.pulse.gaps(
-        pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, self.froze_ns)]
+      for gap in self.conducted.pulse.gaps(
+        pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, self.conducted.froze_ns)]
       )
     ]
     longest = []
@@ -127,29 +117,27 @@ class Run(conductor.Run):
     return longest
 
 
-class NextLife(collections.abc.Mapping):
+class NextLife(collections.UserDict):
   """The environment of the next process, with the failpoint at which it dies."""
 
   def __init__(self, environment: Mapping[str, str], place: Callable[[], str]):
-    self._environment, self._place = environment, place
-
-  def _now(self) -> dict[str, str]:
-    place = self._place()
-    return {**self._environment, failpoints.VARIABLE: place}
+    super().__init__({**environment, failpoints.VARIABLE: ANY})
+    self._place = place
 
   def __getitem__(self, name: str) -> str:
-    return self._now()[name]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._now())
-
-  def __len__(self) -> int:
-    return len(self._now())
+    return self._place() if name == failpoints.VARIABLE else super().__getitem__(name)
 
 
 class Conductor(conductor.Conductor):
   """Carries out a plan on a run, and waits for facts: where each process of the syncer ends, how
-  many times l1 is killed meanwhile, how many times all processes at once after that."""
+  many times l1 is killed meanwhile, how many times all processes at once after that.
+
+  Attributes:
+    pulse: samples of the learners' threads.
+    asked_ns: when SIGTERM was sent to a node.
+    killed_ns: when SIGTERM had been sent to all that get it.
+    site_ns: when all processes were killed.
+  """
 
   def __init__(
     self,
@@ -173,7 +161,7 @@ class Conductor(conductor.Conductor):
 
   def _with_failpoints(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name != 'syncer':
-      return conductor.paced(program, STEP_S)
+      return conductor.pace(program, STEP_S)
     return failpoints.instead(program, NextLife(program.environment, self._place_of_next_life))
 
   def _place_of_next_life(self) -> str:
@@ -282,16 +270,7 @@ def _run(tmp_path_factory, counts) -> Run:
 def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> Run:
   """Carries out a plan (arguments of Conductor) in a new folder."""
   conducted, left = conductor.play(workdir, functools.partial(Conductor, **plan), deadline_s)
-  return Run(
-    **vars(left),
-    plan=conducted.plan,
-    learner_kills=conducted.learner_kills,
-    pulse=conducted.pulse,
-    asked_ns=conducted.asked_ns,
-    killed_ns=conducted.killed_ns,
-    site_ns=conducted.site_ns,
-    froze_ns=conducted.froze_ns,
-  )
+  return Run(**vars(left), conducted=conducted)
 
 
 # --- Nothing is lost ------------------------------------------------------------------------------
@@ -299,16 +278,16 @@ def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> 
 
 def test_every_process_ends_as_planned_and_the_run_succeeds(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
-  assert len(run.deaths('syncer')) == len(run.plan) + len(run.site_ns)
-  assert len(run.deaths('l1')) == run.learner_kills + len(run.site_ns)
-  assert len(run.deaths('l0')) == len(run.site_ns)  # l0 dies only when the test kills it
+  assert len(run.deaths('syncer')) == len(run.conducted.plan) + len(run.conducted.site_ns)
+  assert len(run.deaths('l1')) == run.conducted.learner_kills + len(run.conducted.site_ns)
+  assert len(run.deaths('l0')) == len(run.conducted.site_ns)  # l0 dies only when the test kills it
   assert {status.state for status in run.outcome.statuses.values()} == {'done'}
-  for place in set(run.plan) - {ANY}:
+  for place in set(run.conducted.plan) - {ANY}:
     visits.saw('failpoints', place)
 
 
 def test_no_version_that_a_learner_has_adopted_is_lost(run):
-  assert run.lost_versions() == [0] * (1 + len(run.plan) + len(run.site_ns))
+  assert run.lost_versions() == [0] * (1 + len(run.conducted.plan) + len(run.conducted.site_ns))
   assert any(fact['version'] > 0 for fact in run.of('l0', 'adopted'))
 
 
@@ -323,16 +302,16 @@ def test_a_version_has_the_same_bits_in_every_process(run):
         digests.setdefault((p, known[0]), set()).add(known[1])
     for record in reader:
       match record.event:
-        case events.Received(message=messages.Publish() as one):
-          digests.setdefault((one.fragment, one.version), set()).add(one.digest)
+        case events.Received(message=messages.Publish() as publish):
+          digests.setdefault((publish.fragment, publish.version), set()).add(publish.digest)
   assert len(digests) > 10
-  assert {key: found for key, found in digests.items() if len(found) > 1} == {}
+  assert {key: values for key, values in digests.items() if len(values) > 1} == {}
 
 
 def test_the_run_keeps_every_promise(run):
   verdict = promises.check(run)
   lives = [life for life in run.tapes() if life.node == 'syncer']
-  assert len(lives) == len(run.plan) + len(run.site_ns) + 2
+  assert len(lives) == len(run.conducted.plan) + len(run.conducted.site_ns) + 2
   assert verdict.turns > 1_000
 
 
@@ -350,14 +329,14 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(run):
   assert run.outcome.code == 0
   end = run.end('l1')
   assert end['code'] == 0
-  assert end['t_ns'] - run.asked_ns['l1'] < NOTICE_S * 1e9
+  assert end['t_ns'] - run.conducted.asked_ns['l1'] < NOTICE_S * 1e9
   [left] = [
     fact
     for fact in run.of('syncer', 'member')
     if fact['learner'] == 'l1' and fact['state'] == 'lost'
   ][:1]
   assert left['reason'] == 'left: preempted'
-  assert run.asked_ns['l1'] < left['t_ns'] < end['t_ns']
+  assert run.conducted.asked_ns['l1'] < left['t_ns'] < end['t_ns']
 
 
 def test_a_preempted_learner_rejoins_from_its_checkpoint(run):
@@ -365,18 +344,19 @@ def test_a_preempted_learner_rejoins_from_its_checkpoint(run):
   lives = {
     fact['incarnation']
     for fact in run.of('l1', 'state')
-    if fact['state'] == 'joined' and fact['t_ns'] < run.killed_ns
+    if fact['state'] == 'joined' and fact['t_ns'] < run.conducted.killed_ns
   }
   assert lives == {1, 2}
   assert any(
     'l1' in fact['participants']
     for fact in run.of('syncer', 'synced')
-    if end['t_ns'] < fact['t_ns'] < run.killed_ns
+    if end['t_ns'] < fact['t_ns'] < run.conducted.killed_ns
   )
 
 
 def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
-  asked_ns, end, back = run.asked_ns['syncer'], run.end('syncer'), run.of('syncer', 'recovered')[0]
+  asked_ns, end = run.conducted.asked_ns['syncer'], run.end('syncer')
+  back = run.of('syncer', 'recovered')[0]
   assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
   assert back['replayed'] == 0  # it was saved
   assert all(
@@ -386,8 +366,8 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
   seen = [
     fact for name in LEARNERS for fact in run.of(name, 'adopted') if fact['t_ns'] < back['t_ns']
   ]
-  assert seen and all(back['versions'][one['fragment']] >= one['version'] for one in seen)
-  ledgers = [fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] < run.killed_ns]
+  assert seen and all(back['versions'][fact['fragment']] >= fact['version'] for fact in seen)
+  ledgers = [fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] < run.conducted.killed_ns]
   assert not ledgers[-1]['discarded'].get('lost_with_process')
 
 
@@ -397,7 +377,7 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
 def test_training_continues_after_every_kill(run):
   """Every process of the syncer that was not killed in its first outer step has committed one."""
   recovered = [0, *(sum(fact['versions']) for fact in run.of('syncer', 'recovered'))]
-  places = (ANY, *run.plan, *[ANY] * len(run.site_ns))
+  places = (ANY, *run.conducted.plan, *[ANY] * len(run.conducted.site_ns))
   for place, before, after in zip(places, recovered, recovered[1:]):
     assert after > before or (place != ANY and after == before), (place, recovered)
   synced = run.of('syncer', 'synced')
@@ -411,9 +391,9 @@ def test_learners_step_without_a_syncer(run):
   alone = [
     death_ns
     for death_ns in run.deaths('syncer')
-    if all(not -1e9 < death_ns - site_ns < 5e9 for site_ns in run.site_ns)
+    if all(not -1e9 < death_ns - site_ns < 5e9 for site_ns in run.conducted.site_ns)
   ]
-  assert len(alone) == len(run.plan)
+  assert len(alone) == len(run.conducted.plan)
   steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
   for death_ns in alone:
     back_ns = next(t_ns for t_ns in back if t_ns > death_ns)
@@ -427,7 +407,7 @@ def test_a_surviving_learner_never_pauses(run):
   longest = run.gaps_of_the_survivor()
   pauses = {gap for gap in longest if gap.pause}  # deaths may share one
   print(f'{len(longest)} deaths, {len(pauses)} pauses; the longest gap {max(longest)}')
-  assert len(longest) >= len(run.plan)
+  assert len(longest) >= len(run.conducted.plan)
   assert len(pauses) <= max(3, len(longest) // 10), pauses
 
 
@@ -435,5 +415,5 @@ def test_a_pause_is_noticed(run):
   """l0 was stopped from outside at the very end."""
   pid, born_ns, _ = run.lives('l0')[-1]
   steps = [fact['t_ns'] for fact in run.of('l0', 'step') if fact['t_ns'] >= born_ns]
-  gap = run.pulse.longest(pid, steps)
-  assert gap.pause and gap.at_ns - 1e9 < run.froze_ns < gap.at_ns + gap.wall_ns, gap
+  gap = run.conducted.pulse.longest(pid, steps)
+  assert gap.pause and gap.at_ns - 1e9 < run.conducted.froze_ns < gap.at_ns + gap.wall_ns, gap

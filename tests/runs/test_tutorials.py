@@ -59,7 +59,7 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
     address = f'127.0.0.1:{free.getsockname()[1]}'
   text = re.sub(r'(alpha|0\.0\.0\.0):7070', address, page.read_text(encoding='utf-8'))
   blocks = [
-    Block(*found) for found in re.findall(r'^```(python|bash)\n(.*?)^```', text, re.M | re.S)
+    Block(*match) for match in re.findall(r'^```(python|bash)\n(.*?)^```', text, re.M | re.S)
   ]
   for place in {block.place for block in blocks} | {'here'}:
     (tmp_path / place).mkdir()
@@ -70,15 +70,15 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
         name = block.text.partition('\n')[0].removeprefix('# ')
         (tmp_path / 'here' / name).write_text(block.text)
       elif STAYS.search(block.text):
-        staying.append(cleanup.enter_context(started(block, tmp_path, environment)))
+        staying.append(cleanup.enter_context(starting(block, tmp_path, environment)))
       else:
         while staying:  # what follows reads the whole run
           require_success(staying.pop())
-        require_success(cleanup.enter_context(started(block, tmp_path, environment)))
+        require_success(cleanup.enter_context(starting(block, tmp_path, environment)))
 
 
 @contextlib.contextmanager
-def started(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
+def starting(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
   with tempfile.TemporaryFile('w+', encoding='utf-8') as output:
     process = subprocess.Popen(
       ['bash', '-euo', 'pipefail', '-c', block.text],

@@ -1,13 +1,9 @@
 """What the page, the report, the metrics and the lines say of real processes that are killed,
 stopped, blocked, poisoned and left without each other is what `ps` says."""
 
-import contextlib
-import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,38 +13,27 @@ import pytest
 
 from diloco_jax.report import serve
 from diloco_jax.report import summary as summary_lib
+from tests import programs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-LOOP = ROOT / 'tests' / 'runs' / 'lib' / 'loop_that.py'
+LOOP = programs.ROOT / 'tests' / 'runs' / 'lib' / 'loop_that.py'
 DEADLINE_S = 400
 
 
 class World:
-  """A syncer and loops in one folder, each with its log."""
+  """A syncer and loops in one folder."""
 
-  def __init__(self, folder: pathlib.Path, started: contextlib.ExitStack):
-    self.folder, self._started = folder, started
-    self.run, self.processes = folder / 'own', dict[str, subprocess.Popen]()
+  def __init__(self, folder: pathlib.Path, start: Callable[..., programs.Program]):
+    self.run, self.processes, self._start = folder / 'own', dict[str, programs.Program](), start
     self._watch: serve.Watch | None = None
-
-  def start(self, name: str, *words: str) -> None:
-    log = self._started.enter_context(open(self.folder / f'{name}.log', 'ab'))
-    process = subprocess.Popen(
-      [sys.executable, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-      env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-    )  # fmt: skip
-    self.processes[name] = process
-    self._started.callback(process.wait)
-    self._started.callback(process.kill)
 
   def syncer(self, steps: int) -> None:
     words = ['--config=own_loop', f'--config.train.steps={steps}', f'--workdir={self.run}']
-    self.start('syncer', '-m', 'diloco_jax', 'syncer', *words)
+    self.processes['syncer'] = self._start(*programs.diloco('syncer', *words))
 
   def loop(self, learner: str, mode: str, here: bool = True) -> None:
     address, workdir = f'file:{self.run}/syncer/address', str(self.run) if here else ''
-    self.start(learner, str(LOOP), mode, learner, address, workdir)
+    self.processes[learner] = self._start(LOOP, mode, learner, address, workdir)
 
   def state(self) -> dict[str, Any]:
     self._watch = self._watch or serve.watch_of(self.run)
@@ -58,32 +43,34 @@ class World:
     return self.state()['learners'].get(learner, {}).get('condition', {}).get('text', '')
 
   def log(self, name: str) -> str:
-    return (self.folder / f'{name}.log').read_text(errors='replace')
+    return self.processes[name].text
 
   def until(self, what: str, holds: Callable[[], Any]) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while not holds():
-      logs = '\n'.join(f'== {name}\n{self.log(name)[-1500:]}' for name in self.processes)
+      logs = '\n'.join(map(str, self.processes.values()))
       assert time.monotonic() < end_s, f'{what}: {self._watch and self.state()}\n{logs}'
       time.sleep(0.5)
 
   def ps(self, name: str) -> str:
     """The status that `ps` shows, or the exit code."""
-    process = self.processes[name]
-    if (code := process.poll()) is not None:
-      return f'exit {code}'
-    return psutil.Process(process.pid).status()
+    program = self.processes[name]
+    if not program.running:
+      return f'exit {program.end()}'
+    return psutil.Process(program.process.pid).status()
 
 
 @pytest.fixture(name='world')
 def _world(tmp_path) -> Iterator[World]:
-  with contextlib.ExitStack() as started:
-    yield World(tmp_path, started)
+  with programs.starting() as start:
+    yield World(tmp_path, start)
 
 
 def test_the_surfaces_say_what_ps_says(world):
   world.syncer(1_000_000)
-  world.until('the folder', lambda: (world.run / 'records' / 'syncer.jsonl').exists())
+  first = world.run / 'records' / 'syncer.jsonl'
+  # Times count from the first record: from this one, not from one of l5.
+  world.until('its first record', lambda: first.exists() and first.read_bytes().endswith(b'\n'))
   assert world.state()['condition']['state'] in ('starting', 'not begun')
   for learner, mode in (('l0', 'go'), ('l1', 'block'), ('l2', 'go'), ('l3', 'go'), ('l4', 'spoil'),
                         ('l5', 'behind'), ('l6', 'go')):  # fmt: skip
@@ -91,8 +78,8 @@ def test_the_surfaces_say_what_ps_says(world):
   world.until('all have joined', lambda: sum(
     one['step'] > 20 for one in world.state()['learners'].values()) == 7)  # fmt: skip
   assert world.state()['condition']['state'] == 'training'
-  world.processes['l2'].kill()
-  world.processes['l3'].send_signal(signal.SIGSTOP)
+  world.processes['l2'].send(signal.SIGKILL)
+  world.processes['l3'].send(signal.SIGSTOP)
   truth = {
     'l0': ('sleeping running', r'^training$'),
     'l1': ('sleeping running', r'^no step for \d+ s: reads its next batch$'),
@@ -109,7 +96,7 @@ def test_the_surfaces_say_what_ps_says(world):
     assert re.search(says, world.text(learner)), world.text(learner)
   now = world.state()
   assert 0 < now['end_s'] < 3600, 'the clock of l5 is two hours behind'
-  rates = {name: one['tokens_per_second'] > 0 for name, one in now['learners'].items()}
+  rates = {name: row['tokens_per_second'] > 0 for name, row in now['learners'].items()}
   assert rates == {name: name in ('l0', 'l5', 'l6') for name in truth}
   notices = '\n'.join(now['notices'])
   assert all(re.search(rf'^{one}: ', notices, re.M) for one in ('l1', 'l2', 'l3', 'l4'))
@@ -119,9 +106,9 @@ def test_the_surfaces_say_what_ps_says(world):
   metrics = serve.metrics(now)
   for learner, state in (('l0', 'training'), ('l1', 'no step'), ('l4', 'in quarantine')):
     assert f'diloco_learner_state{{learner="{learner}",state="{state}"}} 1' in metrics
-  told = summary_lib.text(summary_lib.write(world.run, plot=False), world.run, 400)
-  assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', told)
-  assert re.search(r'learner l4 .*in quarantine: NaN or Inf', told)
+  report = summary_lib.text(summary_lib.write(world.run, plot=False), world.run, 400)
+  assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', report)
+  assert re.search(r'learner l4 .*in quarantine: NaN or Inf', report)
 
   world.processes['syncer'].kill()
   world.until('its silence', lambda: world.state()['condition']['kind'] == 'silent')
@@ -139,11 +126,11 @@ def test_a_blocked_learner_ends_by_itself_once_its_run_is_over(world):
   world.syncer(200)
   for learner, mode in (('l0', 'go'), ('l1', 'block')):
     world.loop(learner, mode)
-  world.until('the end', lambda: world.processes['syncer'].poll() is not None)
+  world.until('the end', lambda: not world.processes['syncer'].running)
   over_s = time.monotonic()
-  world.until('the end of l1', lambda: world.processes['l1'].poll() is not None)
+  world.until('the end of l1', lambda: not world.processes['l1'].running)
   assert time.monotonic() - over_s < 10, 'a lease'
-  assert [world.processes[name].poll() for name in ('syncer', 'l0', 'l1')] == [0, 0, 0]
+  assert [world.processes[name].end() for name in ('syncer', 'l0', 'l1')] == [0, 0, 0]
   assert re.search(
     r'the run closes: its last syncs wait for l1.*, at most \d+ s', world.log('syncer')
   )
@@ -162,11 +149,10 @@ def test_learners_of_a_syncer_that_ended_for_good_end_and_say_so(world):
     'it trains', lambda: (world.run / 'records').exists() and world.text('l0') == 'training'
   )
   world.processes['syncer'].kill()
-  world.processes['syncer'].wait()
   for path in (world.run / 'syncer').rglob('*'):
     if path.is_file() and 'wal' in path.parts:
       path.write_bytes(b'x' * max(64, path.stat().st_size))
   world.syncer(1_000_000)
-  world.until('l0 has ended', lambda: world.processes['l0'].poll() is not None)
-  assert world.processes['syncer'].wait(60) == 42 and world.processes['l0'].poll() != 0
+  world.until('l0 has ended', lambda: not world.processes['l0'].running)
+  assert world.processes['syncer'].end() == 42 and world.processes['l0'].end() != 0
   assert 'the syncer has ended for good' in world.log('l0')

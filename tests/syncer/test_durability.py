@@ -586,7 +586,7 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
     def main(argv, error=error):
       raise error
 
-    assert cli._guarded(main, []) == code
+    assert cli._call(main, []) == code
   assert capsys.readouterr().err == 'error: the disk failed\nerror: bad\n'
 
 

@@ -7,7 +7,6 @@ its own, as the slices of one JobSet would become one program (MEGASCALE_*).
 """
 
 import json
-import math
 import re
 import shlex
 from typing import Any
@@ -20,7 +19,6 @@ from diloco_jax.process import exits
 from diloco_jax.storage import folders
 
 _PORT = 7070
-_SPARE_S = 10
 
 # A program that SIGTERM has ended in order exits with 0, which a cluster takes for the end of the
 # run. So a shell tells the two apart: after SIGTERM it exits with 143, and the program is started
@@ -60,17 +58,16 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     syncer=f'{request.run}-{spec_lib.SYNCER}:{_PORT}',
     listen=f'0.0.0.0:{_PORT}',
     tls='/certs',
-    meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
+    host_flags=['--hosts=auto'],  # jax finds the hosts of a TPU slice
     flags=[f'--config={config}', *([f'--metrics_port={port}'] if port else ())],
   )
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
   config, tokenizer = request.config, request.config.data.tokenizer
-  train = any(program.role == spec_lib.LEARNER for program in described.programs)
   alone = all(program.hosts == 1 for program in described.programs)
   stored = config.train.store.startswith(folders.BUCKET) or (alone and _WITHOUT_STORE.value)
-  paths = {  # those of this machine are not in an image; an absolute one may be of the image
+  paths = {  # an image has no file of this machine; an absolute path may be one in the image
     'task': config.task if '.py:' in config.task else '',
     'data.corpus': config.data.corpus,
     'data.tokenizer': '' if '(' in tokenizer else tokenizer,
@@ -80,11 +77,12 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
     '--image: docs/howto/launch.md shows how to build one': _IMAGE.value,
     '--tls: the programs are on several machines (diloco certs --help)': request.tls,
     '--topology, the TPU slice of each learner, as v6e:4x4 (for learners on CPUs: '
-    '--topology=cpu)': request.topology or not train,
+    '--topology=cpu)': request.topology or not described.learners,
     'a slice, as the hosts of a learner find each other on TPUs only (or --engine=ray)': alone
     or request.tpus,
     '--config.train.store=gs://BUCKET/PREFIX, as a learner has no folder that outlives its machine '
-    'or that its hosts share (--without_store, if learners have one host)': stored or not train,
+    'or that its hosts share (--without_store, if learners have one host)': stored
+    or not described.learners,
     f'another --metrics_port than {_PORT}, which is that of the syncer': _METRICS_PORT.value
     != _PORT,
     **{
@@ -98,9 +96,8 @@ def render(
   described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
 ) -> dict[str, str]:
   run, texts = described.name, {}
-  stop_s = math.ceil(request.config.train.drain_s) + _SPARE_S
   for program in described.programs:
-    pod = _pod(f'{run}-{program.name}', program, known, stop_s)
+    pod = _pod(f'{run}-{program.name}', program, known, request.stop_s)
     texts[f'{run}-{program.name}.yaml'] = yaml.safe_dump_all(
       _documents(run, program, pod), sort_keys=False, explicit_start=True, width=100
     )
@@ -135,35 +132,33 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
   policy = {'podSelector': {'matchLabels': labels()}, **rules}
   documents.append(document('networking.k8s.io/v1', 'NetworkPolicy', policy))
 
-  job = _job(program, {'metadata': metadata, 'spec': pod})
-  found = document('jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, job))
+  job_set = document(
+    'jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, {'metadata': metadata, 'spec': pod})
+  )
   if program.hosts > 1:  # all pods on the nodes of one slice, and no other pod there
     key = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
-    found['metadata']['annotations'] = {key: 'cloud.google.com/gke-nodepool'}
+    job_set['metadata']['annotations'] = {key: 'cloud.google.com/gke-nodepool'}
   if _QUEUE.value and program.role == spec_lib.LEARNER:
-    found['metadata']['labels']['kueue.x-k8s.io/queue-name'] = _QUEUE.value
-  return [*documents, found]
+    job_set['metadata']['labels']['kueue.x-k8s.io/queue-name'] = _QUEUE.value
+  return [*documents, job_set]
 
 
-def _job_set(program: spec_lib.Program, job: dict[str, Any]) -> dict[str, Any]:
+def _job_set(program: spec_lib.Program, pod: dict[str, Any]) -> dict[str, Any]:
+  codes = {'containerName': program.role, 'operator': 'In', 'values': [exits.NEVER_RETRY]}
+  job = {
+    'parallelism': program.hosts,
+    'completions': program.hosts,
+    'completionMode': 'Indexed',
+    'backoffLimit': 0,
+    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': codes}]},
+    'template': pod,
+  }
   never = {'name': 'never', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
   several = program.hosts > 1  # the Service of the syncer has the name that a JobSet's would have
   return {
     'network': {'enableDNSHostnames': several, 'publishNotReadyAddresses': several},
     'failurePolicy': {'maxRestarts': _UNLIMITED, 'rules': [never]},
     'replicatedJobs': [{'name': 'hosts', 'replicas': 1, 'template': {'spec': job}}],
-  }
-
-
-def _job(program: spec_lib.Program, template: dict[str, Any]) -> dict[str, Any]:
-  codes = {'containerName': program.role, 'operator': 'In', 'values': [exits.NEVER_RETRY]}
-  return {
-    'parallelism': program.hosts,
-    'completions': program.hosts,
-    'completionMode': 'Indexed',
-    'backoffLimit': 0,
-    'podFailurePolicy': {'rules': [{'action': 'FailJob', 'onExitCodes': codes}]},
-    'template': template,
   }
 
 

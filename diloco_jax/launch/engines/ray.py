@@ -48,7 +48,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     syncer='file:{workdir}/address',
     listen='{ip}:0',
     tls='{workdir}/certs',
-    meet=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
+    host_flags=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
   )
 
 
@@ -83,8 +83,8 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Kno
       for program in described.programs
     ]
 
-  given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
-  more = ['--engine=ray', *(one.serialize() for one in given if one.name != 'resume')]
+  given = [flag for flag in flags.FLAGS.get_key_flags_for_module(__name__) if flag.present]
+  more = ['--engine=ray', *(flag.serialize() for flag in given if flag.name != 'resume')]
   more += [f'--workdir={named}'] if named != str(workdir) else []
   known = dataclasses.replace(known, workdir=str(workdir))
   return local.run(described, request, known, programs, more)
@@ -97,11 +97,12 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
   except ValueError as error:
     raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
   path = {'PYTHONPATH': str(folders.CHECKOUT)} if folders.CHECKOUT else {}
-  found, python = {}, (_NODE_PYTHON.value, '-P', '-X', 'utf8')
+  python = _NODE_PYTHON.value, '-P', '-X', 'utf8'
+  programs = {}
   for program in described.programs:
     files = (*check_lib.FILES, *([allowlist.FILE] if program.role == spec_lib.SYNCER else []))
     default = {'TPU': program.chips} if program.topology else {'CPU': 1}
-    found[program.name] = {
+    programs[program.name] = {
       'name': program.name,
       'argv': spec_lib.command(program, [*python, '-m', 'diloco_jax']),
       'environment': {**program.environment, **path},
@@ -115,5 +116,5 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     'cwd': os.getcwd(),
     'tether': children.TETHER.read_text('utf-8'),
     'never_retry': exits.NEVER_RETRY,
-    'programs': found,
+    'programs': programs,
   }

@@ -98,7 +98,7 @@ class Host:
     return self._process.returncode
 
   def exchange(self, address: str) -> tuple[list[str], bytes, str]:
-    """Takes the address of the syncer. Returns the new lines of the process, its new records, and,
+    """Writes the address of the syncer. Returns the new lines of the process, its new records, and,
     if it is the syncer, the address that it has written."""
     now = self._address.read_text('utf-8') if self._address.exists() else ''
     if self._name != SYNCER and address not in ('', now):
@@ -154,17 +154,19 @@ class Driver:
       if self._stop.wait(POLL_S):
         return 128 + signal.SIGTERM
     hosts = self._make_hosts()
-    found = self._find_machines(hosts)
-    if not found:
+    machines = self._find_machines(hosts)
+    if not machines:
       return 128 + signal.SIGTERM
     if self._name == SYNCER:
       placed.touch()
-    say(f'starts on {", ".join(ip for ip, _ in found)}')
-    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*found[0])}
+    say(f'starts on {", ".join(ip for ip, _ in machines)}')
+    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*machines[0])}
     files = map(pathlib.Path, self._program['secrets'])
     secrets = {file.name: file.read_bytes() for file in files}
     works = [
-      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': found[host][0]}, secrets)
+      actor.work.remote(
+        self._program, {**meet, 'host': f'{host}', 'ip': machines[host][0]}, secrets
+      )
       for host, actor in enumerate(hosts)
     ]
     return verdict(self._follow(hosts, works), self._run['never_retry'])
@@ -177,7 +179,7 @@ class Driver:
     within = util.scheduling_strategies.PlacementGroupSchedulingStrategy
     return [
       actor.options(scheduling_strategy=within(group, placement_group_bundle_index=host)).remote(
-        self._of(host), self._run
+        self._host_name(host), self._run
       )
       for host in range(self._count)
     ]
@@ -191,15 +193,15 @@ class Driver:
         return self._ray.get(addresses)
       if not said and time.monotonic() > began_s + PATIENCE_S:
         said = True
-        say(self._waits())
+        say(self._describe_wait())
     return []
 
-  def _waits(self) -> str:
+  def _describe_wait(self) -> str:
     """What the program waits for, and what to do."""
-    there, needed = self._ray.cluster_resources(), collections.Counter()
+    resources, needed = self._ray.cluster_resources(), collections.Counter()
     for program in self._run['programs'].values():
       needed.update({kind: program['hosts'] * n for kind, n in program['resources'].items()})
-    has = {kind: there.get(kind, 0) for kind in needed}
+    has = {kind: resources.get(kind, 0) for kind in needed}
     return (
       f'waits for {self._count} x {self._program["resources"]}: the programs of the run take '
       f'{dict(needed)}, the cluster has {has}. Add machines, or let programs take less with '
@@ -224,7 +226,7 @@ class Driver:
             ends.append((host, self._ray.get(works[host])))
         except self._ray.exceptions.RayError as error:
           if deadline_s == math.inf or time.monotonic() < deadline_s:
-            say(f'the machine of {self._of(host)} is lost: {describe(error)}')
+            say(f'the machine of {self._host_name(host)} is lost: {describe(error)}')
           ends.append((host, LOST))
       if ends and deadline_s == math.inf:
         deadline_s = time.monotonic() + (LAST_WORDS_S if ends[0][1] else TOGETHER_S)
@@ -238,14 +240,14 @@ class Driver:
     address = file.read_text('utf-8') if file.exists() else ''
     lines, records, now = self._ray.get(actor.exchange.remote(address), timeout=SILENCE_S)
     for line in lines:
-      say(line if not host or line.startswith('error: ') else f'[{self._of(host)}] {line}')
+      say(line if not host or line.startswith('error: ') else f'[{self._host_name(host)}] {line}')
     if records:
-      with open(self._folder / 'records' / f'{self._of(host)}.jsonl', 'ab') as file:
+      with open(self._folder / 'records' / f'{self._host_name(host)}.jsonl', 'ab') as file:
         file.write(records)
     if self._name == SYNCER and now not in ('', address):
       write(self._folder / 'address', now.encode(), SYNCER)
 
-  def _of(self, host: int) -> str:
+  def _host_name(self, host: int) -> str:
     return f'{self._name}.{host}' if host else self._name
 
 
@@ -264,14 +266,14 @@ def write(path: pathlib.Path, data: bytes, writer: str) -> None:
 
 
 def verdict(ends: list[tuple[int, int]], never_retry: int) -> int:
-  """The exit code of a program, from those of its hosts in the order of their ends: that of one
-  that must not be started again, or else of the first failure."""
+  """The exit code of a program, from (host, exit code) in the order of their ends: `never_retry` if
+  a host ended with it, else the code of the first host that failed."""
   _, code = min(ends, key=lambda end: (end[1] != never_retry, end[1] == 0))
   return code if code >= 0 else 128 - code
 
 
 def describe(error: Exception) -> str:
-  """The line of an error of Ray that says what happened: of one in an actor's code, the last."""
+  """The line of an error of Ray that says what happened: the last one if it is from an actor."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return lines[-1 if 'ray::' in lines[0] else 0][:200]
 

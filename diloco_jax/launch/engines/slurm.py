@@ -8,7 +8,6 @@ run, where the syncer leaves its address at each start.
 """
 
 import json
-import math
 import os
 import pathlib
 import re
@@ -22,8 +21,7 @@ from diloco_jax.process import exits, restarts, run_folder
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
-_SPARE_S = 10
-_OF_SCRIPT = re.compile(  # options that the script gives itself, or that would break it
+_OF_SCRIPT = re.compile(  # options that the script sets itself, or that would break it
   '-[aDdeJNnoW]|--(array|chdir|dependency|error|job-name|nodes|no-requeue|ntasks|open-mode|output|'
   r'parsable|requeue|signal|test-only|wait|wrap)\b'
 )
@@ -60,7 +58,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
-  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
+  learners = described.learners
   gpus = re.search('gpu|-G', f'{_ALL.value} {_LEARNERS.value}')
   return {
     '--workdir=FOLDER, which all nodes share': request.workdir,
@@ -74,12 +72,12 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
 ) -> dict[str, str]:
-  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
+  learners = described.learners
   environment = dict(described.programs[0].environment)
   if request.topology == spec_lib.CPU:
     environment['JAX_PLATFORMS'] = 'cpu'
   jobs = []
-  if len(learners) < len(described.programs):
+  if described.has_syncer:
     jobs.append(_SUBMIT_SYNCER % {'options': _options(_SYNCER.value)})
   if learners:
     numbers = ','.join(str(int(learner.name[1:])) for learner in learners)
@@ -95,12 +93,12 @@ def render(
     'digits': len(learners[0].name) - 1 if learners else 1,
     'jobs': '\n'.join(jobs),
     'options': _options(_ALL.value),
-    'stop_s': math.ceil(request.config.train.drain_s) + _SPARE_S,
+    'stop_s': request.stop_s,
     'ended': addresses.ENDED,
     'address': run_folder.ADDRESS,
     'commands': '\n'.join(
-      f'  {role}) {_words(one, request, known)} & ;;'
-      for role, one in {program.role: program for program in described.programs}.items()
+      f'  {role}) {_words(program, request, known)} & ;;'
+      for role, program in {program.role: program for program in described.programs}.items()
     ),
     'never': exits.NEVER_RETRY,
     'short_s': int(restarts.SHORT_LIFE_S),
@@ -116,7 +114,7 @@ def _options(text: str) -> str:
 def _words(program: spec_lib.Program, request: spec_lib.Request, known: spec_lib.Known) -> str:
   """A command for bash. Learners differ by their names only."""
   own = program.role == spec_lib.LEARNER and spec_lib.loop(request, known, '[name]')
-  found = [] if own else [f'diloco {program.argv[1]}']
+  words = [] if own else [f'diloco {program.argv[1]}']
   differ = [f'--learner={program.name}', f'--tls={known.tls}/{program.name}']
   names = differ if program.role == spec_lib.LEARNER and not own else []
   for word in own or program.argv[2:]:
@@ -125,8 +123,8 @@ def _words(program: spec_lib.Program, request: spec_lib.Request, known: spec_lib
     if shlex.quote(word) != word:
       escaped = re.sub(r'[\\"`$]', r'\\\g<0>', word)
       word = re.sub(r'\[(node|name|config)\]', r'$\1', f'"{escaped}"')
-    found.append(word)
-  return ' \\\n      '.join(found)
+    words.append(word)
+  return ' \\\n      '.join(words)
 
 
 _SUBMIT_SYNCER = """\
@@ -165,7 +163,7 @@ if (( $# == 0 )); then
   exit
 fi
 
-# In a job. A task has a number of its own, but that of the last one means the whole array.
+# In a job. A task has a number of its own, but the last task's number means the whole array.
 name=syncer job=$SLURM_JOB_ID
 if [[ $1 == learner ]]; then
   printf -v name 'l%%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"

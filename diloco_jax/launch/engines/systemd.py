@@ -1,12 +1,11 @@
 """The engine of machines with systemd: it writes a unit for each program, and starts nothing.
 
 Enabled units start at boot. systemd starts a program again after every end but 0, 42 and
-`systemctl stop`, and gives one up that has lived for less than 20 s five times in a row.
+`systemctl stop`, and stops to do so after five processes in a row that lived for less than 20 s.
 """
 
 import dataclasses
 import getpass
-import math
 import os
 import shutil
 
@@ -17,7 +16,6 @@ from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import local
 from diloco_jax.process import exits, restarts
 
-_SPARE_S = 10
 _PAUSE_S = 5
 
 flags.declare_key_flag('listen')
@@ -38,7 +36,8 @@ def render(
   described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
 ) -> dict[str, str]:
   del known
-  texts, names = {}, [f'{described.name}-{one.name}.service' for one in described.programs]
+  texts = {}
+  names = [f'{described.name}-{program.name}.service' for program in described.programs]
   for name, program in zip(names, described.programs):
     command = spec_lib.command(program, cli.PROGRAM)
     environment = dict(program.environment)
@@ -49,19 +48,19 @@ def render(
       'about': f'{program.name} of the run {described.name}',
       'user': getpass.getuser(),
       'cwd': os.getcwd().replace('%', '%%'),
-      'command': ' '.join(map(_quoted, [shutil.which(command[0]) or command[0], *command[1:]])),
-      'environment': ' '.join(_quoted(f'{key}={value}') for key, value in environment.items()),
+      'command': ' '.join(map(_quote, [shutil.which(command[0]) or command[0], *command[1:]])),
+      'environment': ' '.join(_quote(f'{key}={value}') for key, value in environment.items()),
       'never': exits.NEVER_RETRY,
       'pause_s': _PAUSE_S,
       'starts': restarts.MAX_SHORT_LIVES,
       'within_s': int(restarts.MAX_SHORT_LIVES * (restarts.SHORT_LIFE_S + _PAUSE_S)),
-      'stop_s': math.ceil(request.config.train.drain_s) + _SPARE_S,
+      'stop_s': request.stop_s,
     }
     texts[name] = _UNIT % words
   return texts
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
   """A word of a command or of an environment, as systemd reads it."""
   escaped = word.replace('\\', '\\\\').replace('"', '\\"').replace('%', '%%').replace('$', '$$')
   return f'"{escaped}"'

@@ -80,6 +80,6 @@ def read(
     text=True,
   )
   assert done.returncode == 0, done.stderr
-  found = [json.loads(line) for line in done.stdout.splitlines()]
-  assert len(found) == len(commands), done.stdout
-  return found
+  values = [json.loads(line) for line in done.stdout.splitlines()]
+  assert len(values) == len(commands), done.stdout
+  return values

@@ -33,7 +33,7 @@ class Image:
 
 def build(root: pathlib.Path = command_line.ROOT, **arguments: str) -> Image:
   """What `docker build -f scripts/Dockerfile --build-arg NAME=VALUE root` makes."""
-  found, given = Image({}, []), dict(arguments)
+  image, given = Image({}, []), dict(arguments)
   text = re.sub(r'^#.*\n', '', (root / 'scripts' / 'Dockerfile').read_text(), flags=re.M)
   for line in text.replace('\\\n', ' ').strip().splitlines():
     verb, _, rest = line.partition(' ')
@@ -43,21 +43,21 @@ def build(root: pathlib.Path = command_line.ROOT, **arguments: str) -> Image:
       source, target = rest.split()
       for file in context(root):
         if source == '.' or file.is_relative_to(source):
-          found.files[pathlib.PurePosixPath(target, file.relative_to(source))] = root / file
+          image.files[pathlib.PurePosixPath(target, file.relative_to(source))] = root / file
     elif verb == 'RUN':
       for command in re.sub(r'\$(\w+)', lambda name: given[name[1]], rest).split(' && '):
-        _run(shlex.split(command), found)
+        _run(shlex.split(command), image)
     elif verb == 'ENTRYPOINT':
-      found.entrypoint = re.findall(r'"([^"]+)"', rest)
+      image.entrypoint = re.findall(r'"([^"]+)"', rest)
     else:
       assert verb == 'FROM', line
-  return found
+  return image
 
 
 def _run(words: list[str], image: Image) -> None:
   if words[:2] == ['rm', '-r']:
     image.files = {
-      path: one for path, one in image.files.items() if not path.is_relative_to(words[2])
+      path: source for path, source in image.files.items() if not path.is_relative_to(words[2])
     }
     return
   assert words[:2] == ['pip', 'install'], words
@@ -85,12 +85,12 @@ def context(root: pathlib.Path) -> list[pathlib.Path]:
   """The files that docker sends to the build, relative to `root`."""
   lines = (root / '.dockerignore').read_text().splitlines()
   rules = [line.strip() for line in lines if line.strip() and not line.startswith('#')]
-  found = []
+  paths = []
   for folder, folders, files in os.walk(root):
     here = pathlib.Path(folder).relative_to(root)
-    folders[:] = [one for one in folders if _may_have(here / one, rules)]
-    found += [here / file for file in files if not _ignored(here / file, rules)]
-  return sorted(found)
+    folders[:] = [name for name in folders if _may_have(here / name, rules)]
+    paths += [here / file for file in files if not _ignored(here / file, rules)]
+  return sorted(paths)
 
 
 def _ignored(path: pathlib.Path, rules: list[str]) -> bool:
@@ -98,14 +98,14 @@ def _ignored(path: pathlib.Path, rules: list[str]) -> bool:
   ignored = False
   for rule in rules:
     pattern = _pattern(rule.removeprefix('!'))
-    if any(pattern.fullmatch(str(one)) for one in (path, *path.parents)):
+    if any(pattern.fullmatch(str(place)) for place in (path, *path.parents)):
       ignored = not rule.startswith('!')
   return ignored
 
 
 def _may_have(folder: pathlib.Path, rules: list[str]) -> bool:
   again = [pathlib.Path(rule[1:]) for rule in rules if rule.startswith('!')]
-  return not _ignored(folder, rules) or any(one.is_relative_to(folder) for one in again)
+  return not _ignored(folder, rules) or any(rule.is_relative_to(folder) for rule in again)
 
 
 def _pattern(rule: str) -> re.Pattern:

@@ -7,6 +7,9 @@ import math
 import os
 import pathlib
 import re
+import subprocess
+import sys
+import types
 from collections.abc import Mapping
 
 from absl.testing import flagsaver
@@ -45,28 +48,40 @@ def request(
   return spec_lib.Request(config=loaded, config_flags=given, topology=topology, **rest)
 
 
-def texts(asked: spec_lib.Request, **more) -> dict[str, str]:
-  """What `diloco launch --engine=gke` writes, whatever the certificates are; `more`: flags of the
-  engine. Raises ValueError: what it needs."""
-  with flagsaver.flagsaver(**{**GIVEN, **more}):
-    known = gke.known(asked)
+def render(engine: types.ModuleType, asked: spec_lib.Request, **flags) -> dict[str, str]:
+  """What `diloco launch` with an engine writes, whatever the certificates are; `flags`: those of
+  the engine. Raises ValueError: what it needs."""
+  with flagsaver.flagsaver(**flags):
+    known = engine.known(asked)
     described = spec_lib.make(asked, known)
-    needs = gke.needs(described, asked)
-    if missing := [text for text, there in needs.items() if not there]:
+    needs = engine.needs(described, asked)
+    if missing := [text for text, is_met in needs.items() if not is_met]:
       raise ValueError('; '.join(missing))
-    return gke.render(described, asked, known)
+    return engine.render(described, asked, known)
 
 
-def require_golden(found: Mapping[str, str], engine: str) -> None:
+def texts(asked: spec_lib.Request, **flags) -> dict[str, str]:
+  """The same of the engine gke."""
+  return render(gke, asked, **{**GIVEN, **flags})
+
+
+def require_no_warning(*scripts: pathlib.Path) -> None:
+  """Fails unless shellcheck has no warning."""
+  command = [pathlib.Path(sys.executable).parent / 'shellcheck', *scripts]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout
+
+
+def require_golden(texts_by_name: Mapping[str, str], engine: str) -> None:
   """Fails unless the texts of an engine are those in `golden`, but for the config, which is left
   out there."""
   folder = GOLDEN / engine
   config = re.compile(r"'--config=\{.*?\}'", re.DOTALL)
-  found = {name: config.sub('--config=JSON', text) for name, text in found.items()}
+  texts_by_name = {name: config.sub('--config=JSON', text) for name, text in texts_by_name.items()}
   if os.environ.get('REWRITE_GOLDEN'):
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
       path.unlink()
-    for name, text in found.items():
+    for name, text in texts_by_name.items():
       (folder / name).write_text(text)
-  assert {path.name: path.read_text() for path in folder.iterdir()} == found
+  assert {path.name: path.read_text() for path in folder.iterdir()} == texts_by_name

@@ -29,21 +29,20 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 def errors(text: str) -> list[str]:
   """What is wrong in the documents of a manifest; [] if nothing is."""
-  found = []
+  wrong = []
   for document in documents(text):
-    found += _of_job_set(document) if document['kind'] == 'JobSet' else _of_core(document)
-  return found
+    wrong += _of_job_set(document) if document['kind'] == 'JobSet' else _of_core(document)
+  return wrong
 
 
 def _of_job_set(document: dict[str, Any]) -> list[str]:
-  found = [
-    f'JobSet {list(one.absolute_path)}: {one.message}' for one in _job_set().iter_errors(document)
-  ]
+  errors_of_set = _job_set().iter_errors(document)
+  wrong = [f'JobSet {list(error.absolute_path)}: {error.message}' for error in errors_of_set]
   for job in document['spec'].get('replicatedJobs', ()):
     spec = job.get('template', {}).get('spec')
     plain = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, 'spec': spec}
-    found += _of_core(plain)
-  return found
+    wrong += _of_core(plain)
+  return wrong
 
 
 def _of_core(document: dict[str, Any]) -> list[str]:
@@ -64,10 +63,10 @@ def _job_set() -> jsonschema.Draft202012Validator:
 def _closed(schema: Any) -> Any:
   """The schema with no fields but those that it names."""
   if isinstance(schema, list):
-    return [_closed(one) for one in schema]
+    return [_closed(part) for part in schema]
   if not isinstance(schema, dict):
     return schema
-  closed = {name: _closed(one) for name, one in schema.items()}
+  closed = {name: _closed(part) for name, part in schema.items()}
   if closed.pop('x-kubernetes-int-or-string', False):
     closed = {**closed, 'anyOf': [{'type': 'integer'}, {'type': 'string'}]}
   if closed.get('type') == 'object' and isinstance(closed.get('properties'), dict):

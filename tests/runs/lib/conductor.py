@@ -28,7 +28,7 @@ PACED = floor.__name__  # the module instead of `diloco_jax learner`
 _LEARNER = [*cli.PROGRAM, 'learner']
 
 
-def paced(
+def pace(
   program: supervisor_lib.LocalProgram, step_s: float = STEP_S
 ) -> supervisor_lib.LocalProgram:
   """A learner's program with a floor under the time of its steps; another one as it is."""
@@ -61,7 +61,7 @@ class Run(conductor_lib.Run):
       if fact['name'] == 'adopted':
         seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
       elif fact['name'] == 'recovered':
-        lost.append(sum(max(0, one - fact['versions'][p]) for p, one in seen.items()))
+        lost.append(sum(max(0, version - fact['versions'][p]) for p, version in seen.items()))
     return lost
 
 
@@ -73,7 +73,7 @@ class Conductor(conductor_lib.Conductor):
     workdir: pathlib.Path,
     recorder: records_lib.Recorder,
     overrides: dict[str, Any],
-    change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = paced,
+    change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = pace,
     variant: str = 'tiny',
   ):
     config = stdlib_lm.get_config(variant)
@@ -107,14 +107,14 @@ def play(
   deadline_s: float,
 ) -> tuple[Conducted, Run]:
   """Conducts a run in a new folder to its end."""
-  made: list[Conducted] = []
+  conductors: list[Conducted] = []
 
   def keep(workdir: pathlib.Path, recorder: records_lib.Recorder) -> Conducted:
-    made.append(make(workdir, recorder))
-    return made[0]
+    conductors.append(make(workdir, recorder))
+    return conductors[0]
 
   try:
     conducted, left = conductor_lib.play(workdir, keep, deadline_s)
   except TimeoutError:
-    raise AssertionError(f'not within {deadline_s:g} s: {made[0].unmet()}') from None
+    raise AssertionError(f'not within {deadline_s:g} s: {conductors[0].unmet()}') from None
   return conducted, Run(**vars(left))

@@ -230,10 +230,7 @@ class Member(Client):
   """
 
   def __init__(
-    self,
-    run: Run,
-    learner: str,
-    answer: Callable[['Member', messages.Pull], None] | None = None,
+    self, run: Run, learner: str, answer: Callable[['Member', messages.Pull], None] | None = None
   ):
     self.run, self.learner, self._answer = run, learner, answer
     self.versions = [-1] * len(run.payload_bytes)

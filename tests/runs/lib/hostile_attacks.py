@@ -7,6 +7,7 @@ syncer does not even listen.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -25,10 +26,10 @@ TOO_LONG = 125  # exponent of a payload's blocks: 256 times the usual one
 ATTACKS: dict[str, Act] = {}
 
 
-def attack(one: Act) -> Act:
+def attack(function: Act) -> Act:
   """Registers an attack under its own name."""
-  ATTACKS[one.__name__] = one
-  return one
+  ATTACKS[function.__name__] = function
+  return function
 
 
 def prepare() -> None:
@@ -128,7 +129,7 @@ def bad_frames(run: hostile.Run, seconds: float) -> None:
     frame(crc32=1),
     bytes(1 << 20),
   )
-  each(run, [lambda client, one=one: client.frame(one) for one in data])
+  each(run, [functools.partial(hostile.Client.frame, data=frame) for frame in data])
 
 
 @attack
@@ -137,7 +138,7 @@ def absurd_joins(run: hostile.Run, seconds: float) -> None:
   ids = ('../../etc/x', 'l0\n', '\0', '\u202e', '\x1b[2J', 'x' * 63, 'X', '')
   agreements = ('', '{}', '[]', 'null', '[' * 65_000, '{"a":' * 10_000, '9' * 60_000, '"\\ud800"')
   joins = [
-    *(run.join(one) for one in ids),
+    *(run.join(learner) for learner in ids),
     *(run.join('x', agreement=agreement) for agreement in agreements),
     run.join('x', protocol=0),
     run.join('x', protocol=MOST),

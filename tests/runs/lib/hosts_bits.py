@@ -50,20 +50,20 @@ def main(hosts: str, host: str, coordinator: str) -> None:
     return mesh_lib.put(values + more, leaf.sharding)
 
   island.params = jax.tree.map(moved, island.params)
-  found = []
+  facts = []
   for p in range(assembled.layout.num_fragments):
     size = assembled.layout.size(p)
     data, ok = exchange.encode(p)
     payload = bytes(exchange.wire(p, data))
     digest = exchange.adopt(p, payload, whole=False, keep=True, merged=bool(p % 2))
     value = rng.normal(0, 0.1, size).astype(np.float32).tobytes()
-    taken = exchange.adopt(p, value, whole=True, keep=bool(p // 2), merged=False)
-    found.append([bool(ok), zlib.crc32(payload), np.asarray(digest).tolist()])
-    found[-1].append(np.asarray(taken).tolist())
+    whole_digest = exchange.adopt(p, value, whole=True, keep=bool(p // 2), merged=False)
+    facts.append([bool(ok), zlib.crc32(payload), np.asarray(digest).tolist()])
+    facts[-1].append(np.asarray(whole_digest).tolist())
   whole = multihost_utils.process_allgather(island.params, tiled=True)
-  found.append([zlib.crc32(np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(whole)])
+  facts.append([zlib.crc32(np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(whole)])
   if hosts_lib.leads():
-    print(json.dumps(found), flush=True)
+    print(json.dumps(facts), flush=True)
   if int(hosts) > 1:
     hosts_lib.ready()
     begun_s = time.process_time()

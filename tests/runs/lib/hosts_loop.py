@@ -23,9 +23,9 @@ SPLIT = {'table': PartitionSpec('all'), 'hidden': PartitionSpec(None, 'all')}
 
 def sync(bug: int) -> run_config.SyncConfig:
   """Without a bug the run begins once a second learner is there."""
-  made = own_loop.get_config().sync
-  made.learners = made.quorum = 1 if bug else 2
-  return made
+  config = own_loop.get_config().sync
+  config.learners = config.quorum = 1 if bug else 2
+  return config
 
 
 def main(learner: str, syncer: str, workdir: str, bug: str, host: str, coordinator: str) -> None:

@@ -31,8 +31,8 @@ if __name__ == '__main__':
   ) as peer:
     for clock, batch in peer.steps(read):
       bad = np.nan if mode == 'spoil' and clock >= 60 else 1.0
-      params = {name: (one + 0.01 * batch.mean() / (1 + batch.mean())) * bad
-                for name, one in params.items()}  # fmt: skip
+      params = {name: (array + 0.01 * batch.mean() / (1 + batch.mean())) * bad
+                for name, array in params.items()}  # fmt: skip
       time.sleep(0.05)
       loss = float(params['w0'][0])
       params = peer.sync(params, tokens=batch.size, metrics={'loss': loss})

@@ -77,10 +77,10 @@ class Pulse:
 
 def _waits(pid: int) -> dict[str, int]:
   """Run delay of each thread in ns; empty if the process has ended or the kernel does not count."""
-  found = {}
+  waits = {}
   for path in pathlib.Path(f'/proc/{pid}/task').glob('*'):
     try:
-      found[path.name] = int((path / 'schedstat').read_text().split()[1])
+      waits[path.name] = int((path / 'schedstat').read_text().split()[1])
     except (OSError, IndexError, ValueError):
       pass  # the thread has ended
-  return found
+  return waits

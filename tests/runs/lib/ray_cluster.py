@@ -7,26 +7,20 @@ on it dies at once. Ray has an environment of its own, made once in .cache/.
 import contextlib
 import fcntl
 import json
-import os
 import pathlib
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import psutil
 
 from diloco_jax.certs import authority, proofs
-from diloco_jax.report import records as records_lib
-from tests.runs.lib import slow_data
+from tests import programs
+from tests.runs.lib import records, slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 VERSION = '2.60.0'
 DEADLINE_S = 600
-_ENVIRONMENT = ROOT / '.cache' / f'ray-{VERSION}'
+_ENVIRONMENT = programs.ROOT / '.cache' / f'ray-{VERSION}'
 _PATIENCE = 'raylet_start_wait_time_s = '  # a constant of Ray: on a busy machine 30 s are too few
 
 
@@ -36,25 +30,16 @@ def python() -> str:
   with open(f'{_ENVIRONMENT}.lock', 'w', encoding='utf-8') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     ready = _ENVIRONMENT / 'ready'
-    found = str(_ENVIRONMENT / 'bin' / 'python')
+    interpreter = str(_ENVIRONMENT / 'bin' / 'python')
     if not ready.exists():
       subprocess.run([sys.executable, '-m', 'venv', '--clear', _ENVIRONMENT], check=True)
-      subprocess.run([found, '-m', 'pip', 'install', '-q', f'ray=={VERSION}'], check=True)
+      subprocess.run([interpreter, '-m', 'pip', 'install', '-q', f'ray=={VERSION}'], check=True)
       [node] = _ENVIRONMENT.glob('lib/python*/site-packages/ray/_private/node.py')
       text = node.read_text()
       assert text.count(f'{_PATIENCE}30\n') == 1
       node.write_text(text.replace(f'{_PATIENCE}30\n', f'{_PATIENCE}600\n'))
       ready.touch()
-  return found
-
-
-def until(true: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-  """Waits for a true value and returns it."""
-  end_s = time.monotonic() + deadline_s
-  while not (value := true()):
-    assert time.monotonic() < end_s, f'not within {deadline_s:g} s: {what}'
-    time.sleep(0.1)
-  return value
+  return interpreter
 
 
 class Cluster:
@@ -65,13 +50,13 @@ class Cluster:
 
   def processes(self, machine: str, words: str = '') -> list[psutil.Process]:
     """Those that run on a machine and have `words` on their command line."""
-    mark, found = str(self.folder / machine), []
+    mark, processes = str(self.folder / machine), []
     for process in psutil.process_iter():
       with contextlib.suppress(psutil.Error):
         is_there = process.environ().get('MACHINE') == mark
         if is_there and words in ' '.join(process.cmdline()) and process.status() != 'zombie':
-          found.append(process)
-    return found
+          processes.append(process)
+    return processes
 
   def where(self, name: str) -> str:
     """The machine on which a program runs now; '' if none does."""
@@ -88,13 +73,13 @@ class Cluster:
     ]
 
   def raylet(self, machine: str) -> psutil.Process:
-    [found] = [process for process in self.processes(machine) if process.name() == 'raylet']
-    return found
+    [raylet] = [process for process in self.processes(machine) if process.name() == 'raylet']
+    return raylet
 
   def kill(self, machine: str) -> None:
     """Kills a machine with everything on it."""
-    while found := self.processes(machine):
-      for process in found:
+    while left := self.processes(machine):
+      for process in left:
         with contextlib.suppress(psutil.Error):
           process.kill()
 
@@ -119,28 +104,18 @@ def start(folder: pathlib.Path, machines: dict[str, dict[str, int]]) -> Iterator
       cluster.kill(name)
 
 
-class Launched:
+class Launched(programs.Program, records.Watched):
   """`diloco launch --engine=ray`, and what it has written. Made by `launch`."""
 
-  def __init__(self, process: subprocess.Popen, workdir: pathlib.Path):
-    self.process, self.workdir = process, workdir
-    self.lines: list[str] = []
-    threading.Thread(target=self._read, daemon=True).start()
+  def __init__(self, machine: pathlib.Path, *words: str):
+    super().__init__(*programs.diloco('launch', '--engine=ray', *words), MACHINE=str(machine))
+    self.workdir = machine / 'run'
 
-  def _read(self) -> None:
-    with self.process.stdout as lines:
-      for line in lines:
-        self.lines.append(line.rstrip('\n'))
+  def end(self, deadline_s: float = DEADLINE_S) -> int:
+    return super().end(deadline_s)
 
   def said(self, words: str) -> list[str]:
     return [line for line in self.lines if words in line]
-
-  def facts(self, process: str, name: str) -> list[dict[str, Any]]:
-    """Facts of a program so far, as this machine has them."""
-    if not (self.workdir / records_lib.RECORDS).is_dir():
-      return []
-    found = records_lib.records(self.workdir)
-    return [one for one in found if one['process'] == process and one['name'] == name]
 
   def joined(self, learner: str) -> list[int]:
     """The incarnations with which a learner has joined, as the syncer says."""
@@ -149,17 +124,6 @@ class Launched:
       for fact in self.facts('syncer', 'member')
       if fact['learner'] == learner and fact['state'] == 'joined'
     ]
-
-  def merges(self, learner: str) -> int:
-    """Outer steps in which a learner participated."""
-    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
-
-  def end(self, deadline_s: float = DEADLINE_S) -> int:
-    """Waits for the end; returns the exit code."""
-    try:
-      return self.process.wait(deadline_s)
-    finally:
-      print('\n'.join(self.lines))
 
 
 def certify(folder: pathlib.Path, *learners: str) -> pathlib.Path:
@@ -179,28 +143,15 @@ def launch(
   name: str,
 ) -> Iterator[Launched]:
   """Runs `tiny` with slow data; `resources`: of its programs. At the end everything is killed."""
-  own = cluster.folder.parent / name
-  process = subprocess.Popen(
-    [
-      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=ray', '--config=stdlib_lm:tiny'),
-      *(slow_data.FLAG, '--config.mesh.data=1', '--config.train.log_every=1000'),
-      *(f'--tls={certs}', f'--ray_python={python()}', f'--ray_address={cluster.address}'),
-      *(f'--ray_resources={json.dumps(resources)}', '--workdir=$MACHINE/run', *flags),
-    ],
-    cwd=ROOT,
-    env={**os.environ, 'MACHINE': str(own)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    start_new_session=True,
+  launched = Launched(
+    cluster.folder.parent / name,
+    *('--config=stdlib_lm:tiny', slow_data.FLAG),
+    *('--config.mesh.data=1', '--config.train.log_every=1000', '--workdir=$MACHINE/run'),
+    *(f'--tls={certs}', f'--ray_python={python()}', f'--ray_address={cluster.address}'),
+    *(f'--ray_resources={json.dumps(resources)}', *flags),
   )
-  launched = Launched(process, own / 'run')
   try:
     yield launched
-  except BaseException:
-    print('\n'.join(launched.lines))
-    raise
   finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait(DEADLINE_S)
+    launched.kill()
+    print(launched.text)

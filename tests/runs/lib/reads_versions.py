@@ -14,8 +14,8 @@ import pathlib
 import sys
 
 
-def files_are_whole(folder: pathlib.Path, told: list) -> None:
-  for name, size, digest in told:
+def files_are_whole(folder: pathlib.Path, files: list) -> None:
+  for name, size, digest in files:
     data = (folder / name).read_bytes()
     assert (len(data), hashlib.sha256(data).hexdigest()) == (size, digest), folder / name
 
@@ -25,16 +25,16 @@ def read(folder: pathlib.Path, library: str) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    _, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found.values()), (folder, found)
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), (folder, loading)
     assert transformers.AutoTokenizer.from_pretrained(folder)('def add')['input_ids']
   else:
     import safetensors.numpy
 
-    told = json.loads((folder / 'config.json').read_text('utf-8'))
+    config = json.loads((folder / 'config.json').read_text('utf-8'))
     files = sorted(folder.glob('*.safetensors'))
-    found = {name for file in files for name in safetensors.numpy.load_file(file)}
-    assert len(found) == 3 + 9 * told['num_hidden_layers'], (folder, sorted(found))
+    loading = {name for file in files for name in safetensors.numpy.load_file(file)}
+    assert len(loading) == 3 + 9 * config['num_hidden_layers'], (folder, sorted(loading))
     assert json.loads((folder / 'tokenizer.json').read_text('utf-8'))['model']
 
 

@@ -36,8 +36,8 @@ class Slow:
 def task(
   config: run_config.Config, step_s: float = STEP_S, gate: pathlib.Path = pathlib.Path('/')
 ) -> task_lib.Task:
-  made = decoder.task(config.model, config.data)
-  return dataclasses.replace(made, batches=lambda shard: Slow(made.batches(shard), step_s, gate))
+  base = decoder.task(config.model, config.data)
+  return dataclasses.replace(base, batches=lambda shard: Slow(base.batches(shard), step_s, gate))
 
 
 def gated(config: run_config.Config) -> task_lib.Task:

@@ -112,29 +112,21 @@ class Work:
 class Records:
   """What a node reports, with its name."""
 
-  def __init__(self, name: str, told):
-    self._name, self._told = name, told
+  def __init__(self, name: str, on_fact):
+    self._name, self._on_fact = name, on_fact
 
   def report(self, fact: facts.Fact) -> None:
-    self._told(self._name, fact)
+    self._on_fact(self._name, fact)
 
   def say(self, text: str) -> None:
-    self._told(self._name, text)
+    self._on_fact(self._name, text)
 
 
-def start(name, machine, make_transport, sizes, told):
+def start(name, machine, make_transport, sizes, report):
   """A node on its own thread; returns its event queue, its transport and its work."""
   inbox, store = loop.EventQueue(), payloads_lib.PayloadStore()
   transport, work = make_transport(inbox.post, store), Work(inbox.post, store, sizes)
-  node = loop.Node(
-    machine,
-    inbox,
-    loop.Monotonic(),
-    transport,
-    work,
-    store,
-    Records(name, told),
-  )
+  node = loop.Node(machine, inbox, loop.Monotonic(), transport, work, store, Records(name, report))
   inbox.post(events.Wake())
 
   def run() -> None:
@@ -190,7 +182,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   merged, started_s, running = threading.Event(), [time.monotonic()], threading.Event()
   synced = [0]
 
-  def told(name, fact):
+  def on_fact(name, fact):
     if name == 'syncer' and isinstance(fact, facts.Synced):
       synced[0] += 1
       if synced[0] >= 4:
@@ -215,7 +207,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     syncer,
     lambda post, store: grpc_server.GrpcSyncerTransport(door, post, store, limits),
     sizes,
-    told,
+    on_fact,
   )
   inboxes, transports = [inbox], []
 
@@ -232,7 +224,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
         lambda: address, post, store, limits, access=ACCESS
       ),
       sizes,
-      told,
+      on_fact,
     )
     inboxes.append(inbox)
     transports.append(transport)
@@ -245,7 +237,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   slow = SlowLink(address, sizes.rate)
   started_s[0] = time.monotonic()
   joiner = learner('l2', slow.address)
-  found = merged.wait(limit_s)
+  contributes = merged.wait(limit_s)
   took_s = time.monotonic() - started_s[0]
   say(
     f'{took_s:7.2f} s  received {joiner.traffic.received_bytes / 1e6:.1f} MB, '
@@ -259,7 +251,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   wholes = work.wholes
   say(f'{took_s:7.2f} s  {wholes.made} whole fragments were read, {wholes.most_alive} at once')
   sizes.most_wholes = wholes.most_alive
-  return took_s if found else float('inf')
+  return took_s if contributes else float('inf')
 
 
 def sizes(rate: float, update_rate: float, fragments: float):

@@ -122,9 +122,9 @@ def start(nodes: Sequence[str]) -> Iterator[Cluster]:
 def _free_ports(count: int) -> list[int]:
   with contextlib.ExitStack() as stack:
     sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-    for one in sockets:
-      one.bind(('127.0.0.1', 0))
-    return [one.getsockname()[1] for one in sockets]
+    for endpoint in sockets:
+      endpoint.bind(('127.0.0.1', 0))
+    return [endpoint.getsockname()[1] for endpoint in sockets]
 
 
 def _run(cleanup: contextlib.ExitStack, cluster: Cluster, *words: str) -> None:

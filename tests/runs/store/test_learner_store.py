@@ -4,10 +4,8 @@ A killed learner comes back with its moments from there, or with those of anothe
 """
 
 import dataclasses
-import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -17,16 +15,16 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
-from tests.runs.lib import conductor, promises, slow_data
+from tests.launch.lib import command_line
+from tests.runs.lib import conductor, promises, records, slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 DEADLINE_S = 800
 OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 4}
 
 
 class InBucket(conductor.Conductor):
   def __init__(
-    self, workdir, recorder: records_lib.Recorder, bucket, change=conductor.paced, **more
+    self, workdir, recorder: records_lib.Recorder, bucket, change=conductor.pace, **more
   ):
     self._bucket = bucket
     overrides = {**OVERRIDES, 'train.store': f'{bucket.url}/run', **more}
@@ -41,8 +39,24 @@ class InBucket(conductor.Conductor):
 
   def saved(self, name: str) -> bool:
     start = f'run/islands/{name}/ckpt/'
-    ends = [one.removeprefix(start) for one in self._bucket.objects if one.startswith(start)]
+    ends = [key.removeprefix(start) for key in self._bucket.objects if key.startswith(start)]
     return any(re.fullmatch('[0-9]+/commit_success.txt', end) for end in ends)
+
+
+def play(kind: type[InBucket], bucket, workdir: pathlib.Path) -> tuple[conductor.Run, str]:
+  """Carries out a run, which has to keep every promise; returns it and all that it said."""
+  make = lambda workdir, recorder: kind(workdir, recorder, bucket)
+  _, run = conductor.play(workdir, make, DEADLINE_S)
+  said = '\n'.join(run.said)
+  assert run.outcome.code == 0, said
+  promises.check(run)
+  return run, said
+
+
+def joined(run: conductor.Run, learner: str) -> list[int]:
+  """The incarnations with which a learner has joined."""
+  states = run.of(learner, 'state')
+  return [fact['incarnation'] for fact in states if fact['state'] == 'joined']
 
 
 class Kills(InBucket):
@@ -65,13 +79,8 @@ class Kills(InBucket):
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket, tmp_path):
-  make = lambda workdir, recorder: Kills(workdir, recorder, bucket)
-  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
-  said = '\n'.join(run.said)
-  assert run.outcome.code == 0, said
-  promises.check(run)
-  joined = [fact for fact in run.of('l1', 'state') if fact['state'] == 'joined']
-  assert [fact['incarnation'] for fact in joined] == [1, 2, 3]
+  run, said = play(Kills, bucket, tmp_path / 'run')
+  assert joined(run, 'l1') == [1, 2, 3]
   assert 'l1 continues from its checkpoint at clock' in said
   assert re.search('the inner optimizer begins with the moments of l0 at step [1-9]', said)
   left = {path.name for path in (tmp_path / 'run' / 'islands').glob('*/ckpt/*')}
@@ -79,17 +88,9 @@ def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket
 
 
 def diloco(*words: str) -> str:
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words],
-    cwd=ROOT,
-    env=local_run.environment(1),
-    text=True,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    timeout=DEADLINE_S,
-  )
-  assert done.returncode == 0, done.stdout
-  return done.stdout
+  done = command_line.diloco(*words, **local_run.environment(1))
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout + done.stderr
 
 
 @pytest.mark.full
@@ -97,14 +98,8 @@ def diloco(*words: str) -> str:
 def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
   """The last time with one learner fewer, on a smaller mesh."""
   store, workdir = f'{bucket.url}/run', f'--workdir={tmp_path / "run"}'
-  diloco(
-    'train',
-    '--config=stdlib_lm:tiny',
-    '--config.train.steps=12',
-    '--config.sync.keep_every=6',
-    f'--config.train.store={store}',
-    workdir,
-  )
+  words = '--config=stdlib_lm:tiny', '--config.train.steps=12', '--config.sync.keep_every=6'
+  diloco('train', *words, f'--config.train.store={store}', workdir)
   place = folders.place(store)
   nodes = [place / 'islands' / name for name in ('l0', 'l1')]
   assert all(folders.checkpoints(node) for node in nodes)
@@ -115,8 +110,7 @@ def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
   assert str(place / 'aside-1') in said and 'l1 is not in this config' in said
   diloco('train', '--resume', workdir)
   assert log.read_text().count('l0 continues from its checkpoint at clock') == 2
-  rows = (tmp_path / 'run' / 'records' / 'syncer.jsonl').read_text().splitlines()
-  ledger = [fact for fact in map(json.loads, rows) if fact['name'] == 'ledger'][-1]
+  ledger = records.facts(tmp_path / 'run', 'syncer', 'ledger')[-1]
   assert chaos_report.balance(ledger) == 0, ledger
   row = ledger['learners'].get('l1')  # closed: none of its tokens is unsettled
   assert row is None or row['tokens'] * ledger['fragments'] == row['merged'] + row['discarded']
@@ -142,12 +136,8 @@ class TwoHosts(InBucket):
   def _hosts(self, program):
     if program.name != 'l0':
       return conductor_lib.with_more(program, '--config.mesh.fsdp=1')
-    command = [
-      sys.executable,
-      '-c',
-      OWN_DISK.format(self._disk),
-      *program.command[len(cli.PROGRAM) :],
-    ]
+    words = program.command[len(cli.PROGRAM) :]
+    command = [sys.executable, '-c', OWN_DISK.format(self._disk), *words]
     return dataclasses.replace(program, command=command, hosts=({}, {}))
 
   async def carry_out(self) -> None:
@@ -163,13 +153,8 @@ class TwoHosts(InBucket):
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_hosts_without_a_common_disk_save_and_read_one_checkpoint(bucket, tmp_path):
-  make = lambda workdir, recorder: TwoHosts(workdir, recorder, bucket)
-  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
-  said = '\n'.join(run.said)
-  assert run.outcome.code == 0, said
-  promises.check(run)
+  run, said = play(TwoHosts, bucket, tmp_path / 'run')
   assert 'l0 continues from its checkpoint at clock' in said
-  joined = [fact['incarnation'] for fact in run.of('l0', 'state') if fact['state'] == 'joined']
-  assert joined == [1, 2]
+  assert joined(run, 'l0') == [1, 2]
   [other] = (tmp_path / 'other-disk').rglob('islands')
   assert not [path for path in other.rglob('*') if path.is_file()]

@@ -68,16 +68,7 @@ class Conductor(kills.Conductor):
 def play(workdir: pathlib.Path, plan: tuple[str, ...], **overrides: Any) -> kills.Run:
   make = functools.partial(Conductor, plan=plan, overrides=overrides)
   conducted, left = conductor.play(workdir, make, DEADLINE_S)
-  return kills.Run(
-    **vars(left),
-    plan=conducted.plan,
-    learner_kills=0,
-    pulse=conducted.pulse,
-    asked_ns={},
-    killed_ns=0,
-    site_ns=[],
-    froze_ns=0,
-  )
+  return kills.Run(**vars(left), conducted=conducted)
 
 
 @pytest.fixture(scope='module', name='logged')
@@ -171,5 +162,5 @@ def test_a_syncer_of_own_loops_on_another_disk_knows_the_model(tmp_path):
     assert syncer.end() == 0, syncer
   assert 'waits for the first learner' not in syncer.text and 'gone' not in syncer.text, syncer
   assert 'the syncer continues from' in syncer.text, syncer
-  found = diloco_jax.load_params(place)  # from the store alone
-  jax.tree.map(np.testing.assert_array_equal, found, diloco_jax.load_params(workdir))
+  stored = diloco_jax.load_params(place)  # from the store alone
+  jax.tree.map(np.testing.assert_array_equal, stored, diloco_jax.load_params(workdir))

@@ -78,14 +78,14 @@ class World:
 
 @pytest.fixture(name='world')
 def _world(tmp_path, request):
-  made = World(tmp_path)
-  made.environment['JAX_COMPILATION_CACHE_DIR'] = str(CACHE)
-  request.param(made)
-  yield made
-  for process in made.started:
+  world = World(tmp_path)
+  world.environment['JAX_COMPILATION_CACHE_DIR'] = str(CACHE)
+  request.param(world)
+  yield world
+  for process in world.started:
     process.kill()
     process.wait()
-  shutil.rmtree(made.short)
+  shutil.rmtree(world.short)
 
 
 def latin_1(world: World) -> None:
@@ -128,9 +128,9 @@ def test_a_run_its_report_and_its_page(world):
   """`diloco train` begins in a folder, and writes into one, whose names are not ASCII."""
   words = '--config=stdlib_lm:tiny', f'--config.train.steps={STEPS}', '--workdir=läuft'
   words += '--config.sync.learners=2', '--config.train.eval_every=0'
-  told = world.diloco('train', *words)
-  assert 'error' not in told and 'Traceback' not in told, told
-  assert 'report       läuft/report: report.txt, summary.json, index.html, timeline.png' in told
+  text = world.diloco('train', *words)
+  assert 'error' not in text and 'Traceback' not in text, text
+  assert 'report       läuft/report: report.txt, summary.json, index.html, timeline.png' in text
   workdir = world.cwd / 'läuft'
   assert 'tokens trained' in (workdir / 'report' / 'report.txt').read_text('utf-8')
   assert '<!doctype html>' in (workdir / 'report' / 'index.html').read_text('utf-8')
@@ -161,7 +161,7 @@ def test_an_own_loop(world):
   path = filter(None, [str(world.package), world.environment.get('PYTHONPATH')])
   words = '--learner=l0', '--syncer=file:läuft/syncer/address'
   loop = world.start(world.loop, *words, PYTHONPATH=os.pathsep.join(path))
-  told, _ = loop.communicate(timeout=DEADLINE_S)
-  assert loop.returncode == 0 and 'waits for a syncer' in told, told
-  assert re.search(r'\d+ steps, the mean loss', told), told
+  text, _ = loop.communicate(timeout=DEADLINE_S)
+  assert loop.returncode == 0 and 'waits for a syncer' in text, text
+  assert re.search(r'\d+ steps, the mean loss', text), text
   world.output(syncer)

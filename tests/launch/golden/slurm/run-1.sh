@@ -30,7 +30,7 @@ if (( $# == 0 )); then
   exit
 fi
 
-# In a job. A task has a number of its own, but that of the last one means the whole array.
+# In a job. A task has a number of its own, but the last task's number means the whole array.
 name=syncer job=$SLURM_JOB_ID
 if [[ $1 == learner ]]; then
   printf -v name 'l%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"

@@ -30,26 +30,26 @@ def _connect() -> xla_client.Client:
     raise AssertionError('the compilation cache is on')
   proxy = xla_client.make_cpu_client(asynchronous=False, num_devices=DEVICES + SLICES)
   device, client = xla_client.Device, xla_client.Client
-  hosts = lambda one: one.client is proxy and one.id >= DEVICES
-  accelerator = lambda one: one.client is proxy and one.id < DEVICES
+  hosts = lambda obj: obj.client is proxy and obj.id >= DEVICES
+  accelerator = lambda obj: obj.client is proxy and obj.id < DEVICES
 
-  def replaced(owner: type, name: str, mine, value) -> None:
-    """An attribute of C++, replaced for those objects that `mine` names."""
+  def replace(owner: type, name: str, applies, value) -> None:
+    """An attribute of C++, replaced for those objects to which it `applies`."""
     before = getattr(owner, name, None)
-    read = lambda one: before.__get__(one) if before is not None else None
-    setattr(owner, name, property(lambda one: value(one) if mine(one) else read(one)))
+    read = lambda obj: before.__get__(obj) if before is not None else None
+    setattr(owner, name, property(lambda obj: value(obj) if applies(obj) else read(obj)))
 
   def no_stats():
     raise jax.errors.JaxRuntimeError(
       'INVALID_ARGUMENT: MemoryStats is only supported for addressable PjRt devices.'
     )
 
-  replaced(device, 'slice_index', accelerator, lambda one: one.id % SLICES)
-  replaced(device, 'colocation_id', lambda one: one.client is proxy, lambda one: one.id % SLICES)
-  replaced(device, 'device_kind', accelerator, lambda one: 'TPU stub')
-  replaced(device, 'memory_stats', accelerator, lambda one: no_stats)
-  found = [one for one in proxy.devices() if not hosts(one)]
-  is_proxy = lambda one: one is proxy
-  replaced(client, 'devices', is_proxy, lambda one: lambda: list(found))
-  replaced(client, 'runtime_type', is_proxy, lambda one: 'proxy/pathways')
+  replace(device, 'slice_index', accelerator, lambda obj: obj.id % SLICES)
+  replace(device, 'colocation_id', lambda obj: obj.client is proxy, lambda obj: obj.id % SLICES)
+  replace(device, 'device_kind', accelerator, lambda obj: 'TPU stub')
+  replace(device, 'memory_stats', accelerator, lambda obj: no_stats)
+  visible = [entry for entry in proxy.devices() if not hosts(entry)]
+  is_proxy = lambda obj: obj is proxy
+  replace(client, 'devices', is_proxy, lambda obj: lambda: list(visible))
+  replace(client, 'runtime_type', is_proxy, lambda obj: 'proxy/pathways')
   return proxy
