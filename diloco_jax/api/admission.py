@@ -6,15 +6,16 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from diloco_jax.certs import check as check_lib
 from diloco_jax.certs import names, proofs
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.node import loop, ports
-from diloco_jax.process import bring, dial, own_model
-from diloco_jax.protocol import events, ids, messages
-from diloco_jax.report import header
+from diloco_jax.process import bring, own_model
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import events, ids, messages, safe_json
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
@@ -22,26 +23,48 @@ NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, wit
 
 
 def meet(
-  model: own_model.Model,
+  model: own_model.ModelDescription,
   config: run_config.Config,
   address: Callable[[], str],
-  wait_s: float,
-  learner: str,
-  workdir: pathlib.Path,
-  syncer: str,
   access: addresses.Access,
-  cleanup: contextlib.ExitStack,
-) -> tuple[str, str, str]:
-  """Which learner this is, the settings of the run, '': it has ended, and its name, '': it begins.
-  Of several hosts the lead asks for all."""
-  settings = run = ''
+  wait_s: float,
+) -> own_model.Terms | None:
+  """Brings the model to a syncer that has none; returns its terms, None: the run has ended. Of
+  several hosts the lead calls for all.
+
+  Shared settings of `config` that are not 0, or in `sync` not the default, must be the syncer's.
+  Raises as `bring`, and ValueError for another model or setting.
+  """
+  answer = b''
   if hosts_lib.leads():
-    learner = learner or choose(workdir, access, cleanup)
-    dial.require_own_certificate(access, learner)
-    header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):
-      settings, run = bring.meet(model, config, address, access, wait_s)
-  return hosts_lib.of_lead(learner), hosts_lib.of_lead(settings), hosts_lib.of_lead(run)
+      answer = _agreed(model, config, address, access, wait_s).encode()
+  answer = hosts_lib.of_lead(answer.decode())
+  return own_model.Terms.decode(answer.encode()) if answer else None
+
+
+def _agreed(
+  model: own_model.ModelDescription, config: run_config.Config, *where: Any
+) -> own_model.Terms:
+  default = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
+  required = dict(config.agreement().items() - default) | _arrays(model)
+  for sent in (own_model.NO_MODEL, model):
+    terms = own_model.Terms.decode(bring.bring(sent, *where))
+    shared = terms.applied_to(config)
+    known = own_model.from_header(terms.model, dict) if terms.model else model
+    here = agreement_lib.encode(shared.agreement() | required)
+    there = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
+    if refusal := agreement_lib.refusal(here, there):
+      raise ValueError(refusal)
+    if terms.model:
+      break
+    own_model.complete(model, shared)
+  return terms
+
+
+def _arrays(model: own_model.ModelDescription) -> dict[str, str]:
+  shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
+  return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:

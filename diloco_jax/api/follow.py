@@ -117,12 +117,11 @@ def _described(
 ) -> build.Assembly:
   """The objects of a run of own loops, as its syncer describes it; waits until it has a model."""
   while True:
-    asks = own_model.Model({}, {}, dict)
-    settings, header, _ = own_model.told(bring.bring(asks, address, access, wait_s))
-    if header:
-      config = own_model.taken(own_model.config(0, None, 0), settings)
-      return own_model.complete(own_model.from_header(header, dict), config)
-    if 'layout' in safe_json.parse_object(settings):
+    terms = own_model.Terms.decode(bring.bring(own_model.NO_MODEL, address, access, wait_s))
+    if terms.model:
+      config = terms.applied_to(own_model.config(0, None, 0))
+      return own_model.complete(own_model.from_header(terms.model, dict), config)
+    if 'layout' in safe_json.parse_object(terms.settings):
       raise ValueError(
         'this run has a task: give `workdir`, its folder, or one with copies of its config.json '
         'and its tokenizer'

@@ -1,6 +1,7 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,25 +30,29 @@ class OwnArrays:
   """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
   device stay so, since a jitted step is compiled anew for committed ones."""
 
-  def __init__(
-    self,
-    params: dict[str, jax.Array],
-    moments: dict[str, jax.Array] | None,
-    form: loop_states.Form | None = None,
-  ):
-    """`form`: of what the loop gives."""
+  def __init__(self, form: loop_states.Form, params: Any, opt_state: Any):
+    """What a loop gives to `join`, of this form. Raises ValueError."""
+    self.form = form
     self.checkpoints: checkpoint.Checkpoints | None = None
-    self.replicated = _replicated(params)
+    self.params, self.moments = _on_devices(*form.split(params, opt_state))
+    self.replicated = _replicated(self.params)
     self.shardings = _Shardings(
-      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
-      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
+      {name: self.replicated and leaf.sharding for name, leaf in self.params.items()},
+      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, self.moments),
     )
-    self.params, self.moments = params, moments
-    self._optimizer = form.optimizer if form else set(moments or ())
-    self.copies = copies.Copies(params, moments or {}, form.nodes if form else {})
-    self.devices = next(iter(params.values())).devices()
+    self.copies = copies.Copies(self.params, self.moments or {}, form.nodes)
+    self.devices = next(iter(self.params.values())).devices()
     self.shard, self.next_index = 0, 0
     self.tokens_per_step = 0  # in the newest step
+
+  def describe(self) -> own_model.ModelDescription:
+    """The model for the syncer. All hosts of a learner call it together: the lead gets the values
+    of all."""
+    model = own_model.describe(self.params, self.form.label)
+    if jax.process_count() > 1:
+      sent = {name: self.params[name] for name in model.shapes}
+      model = dataclasses.replace(model, values=hosts_lib.gather(sent))
+    return model
 
   @property
   def consumed(self) -> bool:
@@ -139,55 +144,17 @@ class OwnArrays:
     random keys, which are unsigned numbers: two learners would draw the same ones."""
     if found.learner == learner:
       return found.moments
-    mine = lambda name: name not in self._optimizer or self.moments[name].dtype.kind == 'u'
+    mine = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
     return {name: leaf for name, leaf in found.moments.items() if not mine(name)}
 
 
-class Watch:
-  """Compares the first step after the first adoption with one array as it was before and after it:
-  a loop that computes its parameters from a tree of its own undoes each merge."""
-
-  def __init__(self, params: dict[str, jax.Array]):
-    counted = own_model.statistics(params)
-    fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
-    names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
-    self._name = max(names, key=lambda name: params[name].size, default=None)
-    self._steps, self._begun, self._kept = 0, None, ()
-
-  @contextlib.contextmanager
-  def boundary(self, held: OwnArrays) -> Iterator[None]:
-    """Around the work of a boundary, which may consume the array."""
-    trained = held.params.get(self._name)
-    before = None if trained is None else jnp.copy(trained)
-    yield
-    self._steps += 1
-    if trained is not None:
-      after = jnp.copy(held.params[self._name])
-      if held.params[self._name] is not trained:
-        # In fewer steps a merge moves no farther than a step, which may well go back.
-        self._kept = (self._begun, before, after) if self._steps >= 4 else ()
-        self._steps = 0
-      self._begun = after
-
-  def undone(self, params: dict[str, Any]) -> str:
-    """The name of the array if the loop's step, the first after an adoption, has undone it: it is
-    far longer than the one before, and goes back. A step of usual length that goes back is none."""
-    name, kept, self._kept = self._name, self._kept, ()
-    if not kept:
-      return ''
-    begun, before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
-    self._name = None if (before != adopted).any() else name
-    short = max(map(np.linalg.norm, (now - before, before - begun)))
-    return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''
-
-
-def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
+def _on_devices(params: dict[str, Any], moments: dict[str, Any] | None) -> tuple[Any, Any]:
   """The arrays of the user as those of jax, on all hosts of the learner."""
-  own = lambda tree, what: jax.tree.map(copies.own, own_model.as_arrays(tree, what))
-  params, opt_state = own(params, 'params'), own(opt_state, 'opt_state')
+  params = jax.tree.map(copies.own, own_model.as_arrays(params, 'params'))
+  moments = jax.tree.map(copies.own, own_model.as_arrays(moments, 'opt_state'))
   if hosts_lib.are_several(params):
-    return hosts_lib.on_all(params, params), hosts_lib.on_all(opt_state, params)
-  return jax.device_put(params), jax.device_put(opt_state)
+    return hosts_lib.on_all((params, moments), params)
+  return jax.device_put((params, moments))
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:

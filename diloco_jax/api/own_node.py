@@ -17,6 +17,7 @@ from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.transport import payloads as payloads_lib
@@ -31,6 +32,7 @@ class Node(NamedTuple):
     fail: ends the node with an error.
     say: prints a line.
     ended: how the machine has ended.
+    restored_step: of the checkpoint that the moments come from, None: there is none.
   """
 
   work: learner_work.LearnerWork
@@ -38,27 +40,35 @@ class Node(NamedTuple):
   fail: Callable[[BaseException], None]
   say: Callable[[str], None]
   ended: futures.Future[actions.Exit]
+  restored_step: int | None
 
 
-def lead(
+def begin(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
+  run: str,
   learner: str,
-  found: moments_lib.Found | None,
-  cleanup: contextlib.ExitStack,
-  event_queue: loop.EventQueue,
   folder: pathlib.Path,
+  saves: bool,
   connect: ports.MakeTransport,
   wait_s: float,
+  cleanup: contextlib.ExitStack,
 ) -> Node:
-  """Begins the node of a learner, or of the host that leads it, until `cleanup`.
+  """Begins the node of a learner, or of one of its hosts, until `cleanup`.
 
   Args:
-    found: the checkpoint that its moments come from.
-    folder: for its tape and records.
+    run: its name, '': it begins.
+    folder: for its tape, its records and its checkpoints.
+    saves: whether its moments are saved, and begin with saved ones.
     wait_s: how long the syncer has to admit it.
   """
-  payloads = payloads_lib.PayloadStore()
+  say = lambda text: header.say(f'[{learner}] {text}')
+  found = None
+  if saves and arrays.moments is not None:
+    found = cleanup.enter_context(arrays.saved(folder, learner, assembled.config, run, say))
+  if not hosts_lib.leads():
+    return _led(arrays, assembled, learner, found, cleanup)
+  event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
   own = found if found is not None and found.learner == learner else None
   store = folders.of_learners(folder, assembled.config.train.store)
   origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
@@ -91,17 +101,17 @@ def lead(
       None if own or arrays.moments is None else origin,
     )
   )
-  return Node(work, event_queue.post, event_queue.fail, records.say, ended)
+  return Node(work, event_queue.post, event_queue.fail, records.say, ended, found and found.step)
 
 
-def led(
+def _led(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
   learner: str,
   found: moments_lib.Found | None,
   cleanup: contextlib.ExitStack,
 ) -> Node:
-  """As `lead`, on another host, which has no machine."""
+  """The node of a host that does not lead: it has no machine."""
   records = hosts_lib.quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
@@ -112,4 +122,4 @@ def led(
   ended: futures.Future[actions.Exit] = futures.Future()
   ended.set_result(hosts_lib.ENDED_BY_LEAD)
   nowhere = lambda event: None
-  return Node(work, nowhere, nowhere, records.say, ended)
+  return Node(work, nowhere, nowhere, records.say, ended, found and found.step)

@@ -33,7 +33,9 @@ class Server:
     address: for `diloco_jax.join`.
   """
 
-  def __init__(self, syncer: syncer_process.Syncer, make: Callable[[], own_model.Model] | None):
+  def __init__(
+    self, syncer: syncer_process.Syncer, make: Callable[[], own_model.ModelDescription] | None
+  ):
     self.address = ''
     self._syncer, self._make = syncer, make
     self._listens = threading.Event()
@@ -123,7 +125,7 @@ def run_syncer(
   config.validate()
   lifecycle.keep_compiled()
 
-  def make() -> own_model.Model:
+  def make() -> own_model.ModelDescription:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
     return own_model.describe(own_model.as_arrays(tree, 'init'), label)

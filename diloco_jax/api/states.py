@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.process import own_model
+from diloco_jax.report import header
 from diloco_jax.storage import arrays
 from diloco_jax.train import task as task_lib
 
@@ -45,15 +46,20 @@ class Form:
     given: a state, or a tree of parameters.
     opt_state: the state of the optimizer, if it is given beside parameters.
     exchange: returns what of a state is exchanged.
+    label: returns the label of an exchanged array, by its name; None: the usual one.
 
   Attributes:
-    label: the usual label of an exchanged array, by its name.
+    label: as given, or the usual one.
     optimizer: the names of what is kept and is the optimizer's.
     nodes: the types of the nodes of optax in what is kept, by name.
   """
 
   def __init__(
-    self, given: Any, opt_state: Any = None, exchange: Callable[[Any], Any] | None = None
+    self,
+    given: Any,
+    opt_state: Any = None,
+    exchange: Callable[[Any], Any] | None = None,
+    label: Callable[[str], str] | None = None,
   ):
     nnx = sys.modules.get('flax.nnx')  # a loop that uses it has imported it
     pair = given if isinstance(given, tuple) else (given,)
@@ -76,7 +82,8 @@ class Form:
     tree = self._tree(given, opt_state)
     picked = _pick(given, exchange) if exchange else tree[0]
     counted = own_model.statistics(picked)
-    self.label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
+    usual = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
+    self.label = label or usual
     paths = list(arrays.by_name(tree)) if exchange else []
     self._short = {paths[at]: name for name, at in arrays.by_name(picked).items()} if paths else {}
     self._structure = self._keys = None
@@ -88,7 +95,8 @@ class Form:
     of_optax = tuple(f'{path}/' for path in self.nodes)
     is_optimizers = lambda name: 'opt_state' in name.split('/') or name.startswith(of_optax)
     self.optimizer = {name for name in kept or () if not self._whole or is_optimizers(name)}
-    self._told = _line(named, kept if kept and self._whole else {})
+    self._parts = _line(named, kept if kept and self._whole else {})
+    self._labels = header.labels(map(label, named)) if label else ''
 
   def _tree(self, given: Any, opt_state: Any) -> Any:
     """One tree of all: the state, or what is exchanged and what is kept."""
@@ -150,9 +158,9 @@ class Form:
     """Whether `rebuild` changes the objects of the loop."""
     return self._nnx is not None
 
-  def told(self) -> Iterator[str]:
-    """What a learner says of a state when it joins."""
-    yield self._told
+  def describe(self) -> Iterator[str]:
+    """The lines about a state that a learner prints when it joins."""
+    yield self._parts
     if not {*_SCHEDULES}.isdisjoint(self.nodes.values()):
       yield (
         'the optimizer has a schedule by its own count of updates, which falls behind the clock of '
@@ -163,6 +171,8 @@ class Form:
     if kept := [*(self._frozen if self._nnx else ()), *lost]:
       few = ', '.join(kept[:3])
       yield f'{len(kept)} leaves of the state are neither exchanged nor saved: {few}'
+    if self._labels:
+      yield self._labels
 
 
 def _of_train_state(state: Any) -> Any:

@@ -104,9 +104,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
 
   controller.start()
   with (
-    lifecycle.stops(stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED),
+    lifecycle.ending_on_signals(
+      stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED
+    ),
     exits.log_failures(),
-    lifecycle.checkpoint_failures(),
+    lifecycle.checkpoint_errors_as_exits(),
     exits.never_retry(ValueError, files_lib.DirectoryError),
   ):
     ended = controller.outcome()

@@ -81,7 +81,7 @@ def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Reco
 
 
 @contextlib.contextmanager
-def checkpoint_failures() -> Iterator[None]:
+def checkpoint_errors_as_exits() -> Iterator[None]:
   """Ends the process with one line and exit code 74 if a checkpoint or the store fails."""
   try:
     yield
@@ -90,7 +90,7 @@ def checkpoint_failures() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stops(
+def ending_on_signals(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = exits.NOT_IN_TIME
 ) -> Iterator[None]:
   """SIGTERM, Ctrl-C and a closed terminal end the process in order; a second signal, half a second
@@ -134,8 +134,8 @@ def stops(
       signal.signal(number, handler)
 
 
-def end(result: actions.Exit, records: records_lib.Recorder) -> int:
-  """Says and records how the node has ended; returns the exit code, or raises the refusal."""
+def finish(result: actions.Exit, records: records_lib.Recorder) -> int:
+  """Prints and records how the node has ended; returns the exit code, or raises the refusal."""
   for refusal in (exits.NeverRetry, exits.NotInTime):
     if result.code == refusal.code:
       records.close()

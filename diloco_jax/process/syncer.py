@@ -69,7 +69,7 @@ class Syncer:
     self.stopped.set()
     self.event_queue.post(events.Stop(reason=reason))
 
-  def run_loops(self, make: Callable[[], own_model.Model] | None = None) -> actions.Exit:
+  def run_loops(self, make: Callable[[], own_model.ModelDescription] | None = None) -> actions.Exit:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
     none. Raises ValueError, OSError, StateError, and as `run`."""
     with contextlib.ExitStack() as cleanup:
@@ -96,7 +96,7 @@ class Syncer:
   def _receive(self, cleanup: contextlib.ExitStack) -> grpc_server.Door:
     """Waits until the first learner has brought the model, or the syncer is stopped."""
     keep = lambda model: own_model.write(self.folder, model, self.config)
-    brought = bring.Brought(keep, own_model.about(self.config))
+    brought = bring.Brought(keep, own_model.Terms.of(self.config).encode())
     door = self._listen(brought)
     cleanup.callback(door.close)
     self.records.say(
@@ -130,8 +130,10 @@ class Syncer:
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
         ports = post, payloads, dial.limits(assembled)
-        about = assembled.about or f'{assembled.agreement.encode()}\n'.encode()
-        about += f'\n{lineage_lib.begun(self.folder).run}'.encode()
+        terms = own_model.Terms(assembled.agreement.encode())
+        if assembled.about:
+          terms = own_model.Terms.decode(assembled.about)
+        about = terms._replace(run=lineage_lib.begun(self.folder).run).encode()
         if self.processes:
           if door:  # the learner may not have its answer yet
             door.close(_ANSWER_S)
@@ -223,9 +225,9 @@ def main(
   )
   brought = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
   with (
-    lifecycle.stops(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
+    lifecycle.ending_on_signals(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
-    lifecycle.checkpoint_failures(),
+    lifecycle.checkpoint_errors_as_exits(),
     exits.never_retry(ValueError, files_lib.DirectoryError),
   ):
     if assembled is None:
@@ -233,7 +235,7 @@ def main(
     else:
       syncer.theta = global_model.Theta(assembled)
       result = syncer.run(assembled)
-  return lifecycle.end(result, records)
+  return lifecycle.finish(result, records)
 
 
 def prepare() -> None:

@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import diloco_jax
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
@@ -751,8 +752,8 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
       for _ in peer.steps():
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
-    settings = own_model.about(own_model.config(4, _ONE, 16)).decode()
-    monkeypatch.setattr(bring, 'meet', lambda *args: (settings, ''))
+    terms = own_model.Terms.of(own_model.config(4, _ONE, 16))
+    monkeypatch.setattr(admission_lib, 'meet', lambda *args: terms)
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
     ):

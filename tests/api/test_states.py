@@ -79,7 +79,7 @@ def test_what_exchange_returns_is_exchanged_and_all_else_is_kept():
   assert list(named) == ['layers/0/w', 'layers/1/w']
   assert {'average/layers/0/w', 'more/key', 'more/n', 'more/opt_state/0/count'} < kept.keys()
   assert form.optimizer == {name for name in kept if name.startswith('more/opt_state/')}
-  assert next(form.told()) == (
+  assert next(form.describe()) == (
     'exchanges 18 parameters in 2 arrays: layers/0/w [4, 3], layers/1/w [3, 2]; keeps more, average'
   )
   kept['more/n'] = 2

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.config import run_config
 from diloco_jax.process import accelerators, bring, exits, own_model
 from diloco_jax.process import syncer as syncer_process
@@ -37,7 +38,7 @@ class Waiting:
 
   def __init__(self, folder, keep=lambda model: own_model.complete(model, _CONFIG), **limits):
     self.model, self._keep = futures.Future(), keep
-    self.brought = bring.Brought(self._arrived, own_model.about(_CONFIG), **limits)
+    self.brought = bring.Brought(self._arrived, own_model.Terms.of(_CONFIG).encode(), **limits)
     door = grpc_server.Door(addresses.in_folder(folder), 8, print, self.brought)
     self.address, self.close = door.address, door.close
 
@@ -169,11 +170,11 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
     try:
       address = listening.get(timeout=_DEADLINE_S)
       call = lambda model: bring.bring(model, lambda: address, access, _DEADLINE_S)
-      assert call(_MODEL) == own_model.about(_CONFIG)
+      assert call(_MODEL) == own_model.Terms.of(_CONFIG).encode()
       assert listening.get(timeout=_DEADLINE_S) == address
-      *told, run = own_model.told(call(own_model.Model({}, {}, dict)))
-      assert told == own_model.about(_CONFIG, _MODEL).decode().split('\n')
-      assert run == lineage_lib.read(tmp_path).run
+      terms = own_model.Terms.decode(call(own_model.NO_MODEL))
+      assert terms._replace(run='') == own_model.Terms.of(_CONFIG, _MODEL)
+      assert terms.run == lineage_lib.read(tmp_path).run
     finally:
       syncer.stop('the test ends')
     assert ended.result(_DEADLINE_S).code == 0
@@ -319,15 +320,15 @@ def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, to
 
   monkeypatch.setattr(bring, 'bring', answered)
   with pytest.raises(ValueError, match=said):
-    bring.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+    admission_lib.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
   assert not brought
 
 
 def test_a_header_that_is_none_is_refused_by_the_learner(monkeypatch):
-  answer = own_model.about(_CONFIG) + header(shape=(-1, 8))
+  answer = own_model.Terms.of(_CONFIG).encode() + header(shape=(-1, 8))
   monkeypatch.setattr(bring, 'bring', lambda *args: answer)
   with pytest.raises(ValueError, match='not the header of a model'):
-    bring.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+    admission_lib.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
 
 
 def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, monkeypatch):
@@ -340,14 +341,14 @@ def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, m
       asked.append(answer)
       really(other, *args)
       syncer.model.result(_DEADLINE_S)
-      complete = own_model.about(_CONFIG, other)
+      complete = own_model.Terms.of(_CONFIG, other).encode()
       monkeypatch.setattr(bring, 'bring', lambda *args: complete)
     return answer
 
   monkeypatch.setattr(bring, 'bring', slowly)
   with pytest.raises(ValueError, match=r"array v is 'absent' here, 'float32\[8, 8\], body' there"):
-    bring.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
-  assert asked == [own_model.about(_CONFIG)]
+    admission_lib.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
+  assert asked == [own_model.Terms.of(_CONFIG).encode()]
 
 
 def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
