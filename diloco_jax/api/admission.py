@@ -53,8 +53,8 @@ def _agreed(
     shared = terms.applied_to(config)
     known = own_model.from_header(terms.model, dict) if terms.model else model
     here = agreement_lib.encode(shared.agreement() | required)
-    there = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
-    if refusal := agreement_lib.refusal(here, there):
+    syncers = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
+    if refusal := agreement_lib.refusal(here, syncers):
       raise ValueError(refusal)
     if terms.model:
       break

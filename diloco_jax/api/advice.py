@@ -99,7 +99,7 @@ class Watch:
     name, kept, self._kept = self._name, self._kept, ()
     if not kept:
       return ''
-    begun, before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
+    begun, before, adopted, now = (np.asarray(array, np.float32) for array in (*kept, params[name]))
     self._name = None if (before != adopted).any() else name
     short = max(map(np.linalg.norm, (now - before, before - begun)))
     return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''

@@ -101,7 +101,7 @@ def models(
   follows, each newest one; its version (else -1), and what to print before what it says of it.
   Raises ValueError, NotInTime."""
   if not follows:
-    yield -1, '', load_params.load_all(workdir)
+    yield -1, '', load_params.require_all(load_params.load_params(workdir), workdir)
     return
   where = {'tls': access.tls, 'plaintext_loopback': access.plaintext_loopback}
   where['workdir'] = workdir if syncer or not place.startswith(folders.BUCKET) else place
@@ -141,8 +141,8 @@ def _models(
   with contextlib.closing(
     follower_process.Follower(assembled, address, access, wait_s)
   ) as follower:
-    while (found := follower.newest()) is not None:
-      version, named = found
+    while (model := follower.newest()) is not None:
+      version, named = model
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, where)
       yield version, params
@@ -156,7 +156,7 @@ def _copied(
   seen, last, renewed, damaged, failed = '', None, None, '', ''
   deadline_s = time.monotonic() + wait_s
   while time.monotonic() < deadline_s:
-    found = ended = None
+    model = ended = None
     try:
       claim, generation = claim_lib.read(store)
       if generation != renewed:
@@ -167,13 +167,13 @@ def _copied(
       failed = '' if claim else f': it has no {claim_lib.NAME}'
       if newest not in ('', seen):
         seen, damaged = newest, ''
-        found = _in_copy(theta, store, newest, lineage.run)
+        model = _in_copy(theta, store, newest, lineage.run)
     except states.Damaged as error:  # the next one may do
       damaged = f': {exits.one_line(error)}'
     except store_lib.StoreError as error:
       failed = f': {exits.one_line(error)}'
-    if found and (lineage.part, found[0]) != last:  # the end of a process saves once more
-      version, named = found
+    if model and (lineage.part, model[0]) != last:  # the end of a process saves once more
+      version, named = model
       last = lineage.part, version
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, place)
@@ -192,8 +192,8 @@ def _in_copy(
   theta: global_model.Theta, store: store_lib.Store, name: str, run: str
 ) -> tuple[int, dict[str, Any]]:
   """The version and the arrays of a copy. Raises Damaged, StoreError."""
-  with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
-    folder = pathlib.Path(made, str(states.number(name)))
+  with tempfile.TemporaryDirectory(prefix='diloco-') as temporary, jax.set_mesh(None):
+    folder = pathlib.Path(temporary, str(states.number(name)))
     states.fetch(store, name, folder, f'syncer/{states.number(name)}', run)
     manifest, params = load_params.in_checkpoint(theta, folder)
     return sum(manifest.record['protocol']['versions']), arrays.by_name(params)

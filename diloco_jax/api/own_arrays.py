@@ -108,7 +108,7 @@ class OwnArrays:
     return {name: self.params[name] for name in self.copies.params}
 
   @contextlib.contextmanager
-  def saved(
+  def saving(
     self,
     workdir: pathlib.Path,
     learner: str,
@@ -127,25 +127,25 @@ class OwnArrays:
         locked.lock('learner')
       saved = checkpoint.Checkpoints(root, config.sync.keep_every)
       with contextlib.closing(saved) as self.checkpoints:
-        found = moments_lib.find(place, learner, self.moments, say, run=run)
-        hosts_lib.require_same('the state', str(found and (found.learner, found.step)))
-        if found is not None:
-          taken = self._taken(found, learner)
-          self.take(self.params, self.moments | taken)
-          of = moments_lib.find(place, found.learner, self._copied(), say, 'copied')
-          alike = of is not None and of[:2] == found[:2]
+        restored = moments_lib.find(place, learner, self.moments, say, run=run)
+        hosts_lib.require_same('the state', str(restored and (restored.learner, restored.step)))
+        if restored is not None:
+          moments = self._moments_of(restored, learner)
+          self.take(self.params, self.moments | moments)
+          of = moments_lib.find(place, restored.learner, self._copied(), say, 'copied')
+          alike = of is not None and of[:2] == restored[:2]
           copied = jax.tree.map(jnp.asarray, of.moments) if alike else {}
-          self.copies.restored(self.params, self.moments, taken, copied)
-          found = found._replace(moments=None)
-        yield found
+          self.copies.restore(self.params, self.moments, moments, copied)
+          restored = restored._replace(moments=None)
+        yield restored
 
-  def _taken(self, found: moments_lib.Found, learner: str) -> dict[str, Any]:
+  def _moments_of(self, found: moments_lib.Found, learner: str) -> dict[str, Any]:
     """What of a checkpoint is taken: of another learner the state of its optimizer alone, without
     random keys, which are unsigned numbers: two learners would draw the same ones."""
     if found.learner == learner:
       return found.moments
-    mine = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
-    return {name: leaf for name, leaf in found.moments.items() if not mine(name)}
+    is_own = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
+    return {name: leaf for name, leaf in found.moments.items() if not is_own(name)}
 
 
 def _on_devices(params: dict[str, Any], moments: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -175,23 +175,23 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
   return shardings[0]
 
 
-def require_alike(mine: Any, its: Any, what: str = '') -> None:
+def require_alike(first: Any, new: Any, what: str = '') -> None:
   """Raises ValueError if a tree has other arrays than the one that `join` was given."""
-  same = jax.tree.structure(mine) == jax.tree.structure(its)
-  if not (same and all(map(_alike, jax.tree.leaves(mine), jax.tree.leaves(its)))):
-    raise ValueError(f'{what}{_difference(mine, its)}')
+  same = jax.tree.structure(first) == jax.tree.structure(new)
+  if not (same and all(map(_alike, jax.tree.leaves(first), jax.tree.leaves(new)))):
+    raise ValueError(f'{what}{_difference(first, new)}')
 
 
-def _alike(mine: jax.Array, its: Any) -> bool:
+def _alike(first: jax.Array, new: Any) -> bool:
   """Whether both have one shape and dtype."""
-  if isinstance(mine, jax.Array) and isinstance(its, jax.Array):  # each step asks it of each array
-    return mine.shape == its.shape and mine.dtype == its.dtype
-  return _shape(mine) == _shape(its)
+  if isinstance(first, jax.Array) and isinstance(new, jax.Array):  # each step asks it of each array
+    return first.shape == new.shape and first.dtype == new.dtype
+  return _shape(first) == _shape(new)
 
 
-def _difference(mine: Any, its: Any) -> str:
+def _difference(first: Any, new: Any) -> str:
   """The first leaf that differs in two trees, by its path, and both sides."""
-  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (mine, its))
+  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (first, new))
   for path in {**ours, **theirs}:
     before, now = map(_shape, (ours.get(path), theirs.get(path)))
     if before != now:

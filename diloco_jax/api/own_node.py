@@ -63,15 +63,15 @@ def begin(
     wait_s: how long the syncer has to admit it.
   """
   say = lambda text: header.say(f'[{learner}] {text}')
-  found = None
+  restored = None
   if saves and arrays.moments is not None:
-    found = cleanup.enter_context(arrays.saved(folder, learner, assembled.config, run, say))
+    restored = cleanup.enter_context(arrays.saving(folder, learner, assembled.config, run, say))
   if not hosts_lib.leads():
-    return _led(arrays, assembled, learner, found, cleanup)
+    return _led(arrays, assembled, learner, restored, cleanup)
   event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
-  own = found if found is not None and found.learner == learner else None
+  own = restored if restored is not None and restored.learner == learner else None
   store = folders.of_learners(folder, assembled.config.train.store)
-  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
+  origin = restored, moments_lib.told(restored, store, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(folder, learner, prefix=f'[{learner}] '))
   )
@@ -101,14 +101,16 @@ def begin(
       None if own or arrays.moments is None else origin,
     )
   )
-  return Node(work, event_queue.post, event_queue.fail, records.say, ended, found and found.step)
+  return Node(
+    work, event_queue.post, event_queue.fail, records.say, ended, restored and restored.step
+  )
 
 
 def _led(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
   learner: str,
-  found: moments_lib.Found | None,
+  restored: moments_lib.Found | None,
   cleanup: contextlib.ExitStack,
 ) -> Node:
   """The node of a host that does not lead: it has no machine."""
@@ -117,9 +119,9 @@ def _led(
   work.exchange.compile_all()
   hosts_lib.ready()
   cleanup.enter_context(work.threads())
-  if found is None or found.learner != learner:
+  if restored is None or restored.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()
   ended.set_result(hosts_lib.ENDED_BY_LEAD)
   nowhere = lambda event: None
-  return Node(work, nowhere, nowhere, records.say, ended, found and found.step)
+  return Node(work, nowhere, nowhere, records.say, ended, restored and restored.step)

@@ -259,8 +259,8 @@ class Peer:
       metrics = {name: _kept_metric(value) for name, value in metrics.items()}
       self._measure(self.clock, tokens, metrics)
       if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
-        made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
-        self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
+        changed = [leaf for name, leaf in trained.items() if leaf is not held[name]]
+        self._newest = [jnp.copy(leaf) for leaf in sorted(changed, key=lambda leaf: leaf.size)[:1]]
       with self._advice.boundary(self._arrays):
         self._next()
       return self.params
@@ -303,15 +303,15 @@ class Peer:
       jax.block_until_ready(self._unrecorded[0].metrics)
     jax.block_until_ready(self._newest)
     times = self._record()
-    made = [*metrics.values()]
-    if not any(hasattr(one, 'is_ready') for one in made):
-      made.append(min(self._arrays.params.values(), key=lambda leaf: leaf.size))
+    outputs = [*metrics.values()]
+    if not any(hasattr(output, 'is_ready') for output in outputs):
+      outputs.append(min(self._arrays.params.values(), key=lambda leaf: leaf.size))
     if waits:
-      jax.block_until_ready(made)
+      jax.block_until_ready(outputs)
     between = self._node.work.take_between()
     result = island_lib.StepResult(None, None, tokens, 0.0, self._data_ns / 1e9, clock, metrics)
     self._unrecorded, self._data_ns = (result, between, self._boundary_ns), 0
-    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in made):
+    if waits or all(getattr(output, 'is_ready', lambda: True)() for output in outputs):
       times = self._record()
     self._node.post(events.StepDone(tokens=tokens, loss=self._node.work.loss, **times))
 
@@ -333,16 +333,16 @@ class Peer:
     """Raises ValueError: what the loop gives is not like what `join` was given."""
     held, moments = self._arrays.params, self._arrays.moments
     own_arrays.require_alike(held, named)
-    for name, mine in held.items():
-      its = named[name]
-      if isinstance(its, jax.Array) and its.is_deleted():
+    for name, first in held.items():
+      leaf = named[name]
+      if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
           f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
           '`params = peer.sync(params, ...)`'
         )
       committed = self._arrays.shardings.params[name] is not None
-      moved = isinstance(its, jax.Array) and not committed and its.sharding != mine.sharding
-      if moved and its.devices() != self._arrays.devices:
+      moved = isinstance(leaf, jax.Array) and not committed and leaf.sharding != first.sharding
+      if moved and leaf.devices() != self._arrays.devices:
         raise ValueError(
           f'{name} has moved to other devices since join: put the parameters there before, with '
           'jax.device_put(params, sharding)'
@@ -515,7 +515,9 @@ def join(
         folder = run_folder.or_temporary(workdir, cleanup)
         learner = learner or admission_lib.choose(folder, access, cleanup)
         dial.require_own_certificate(access, learner)
-        header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
+        header.say(
+          f'[{learner}] waits for a syncer at {dial.describe(syncer)}, at most {wait_s:g} s'
+        )
       learner = hosts_lib.of_lead(learner)
       terms = admission_lib.meet(model, config, address, access, wait_s)
       if terms is None:

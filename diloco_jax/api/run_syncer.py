@@ -79,7 +79,7 @@ class Server:
       if isinstance(error, exits.NeverRetry | exits.DiskFailed):  # ends of a process
         self._result = error.__cause__ or error
       # Learners of this program wait for a syncer meanwhile, and may fail first.
-      self._syncer.records.say(f'the syncer has ended: {_told(self._result)}')
+      self._syncer.records.say(f'the syncer has ended: {_describe(self._result)}')
     finally:
       self._syncer.records.ended(int(isinstance(self._result, BaseException)))
       self._listens.set()
@@ -150,12 +150,12 @@ def run_syncer(
       if cleanup.is_here:
         server._stop()
         if isinstance(server._result, BaseException):
-          error.add_note(f'The syncer has ended before: {_told(server._result)}')
+          error.add_note(f'The syncer has ended before: {_describe(server._result)}')
       raise
     if cleanup.is_here:
       server._stop()
       server._require_well()
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
   return f'{type(error).__name__}: {exits.one_line(error)}'

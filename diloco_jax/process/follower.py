@@ -138,12 +138,12 @@ class Follower:
   def _receive(self, call: grpc.Call) -> None:
     """Adopts versions until the syncer ends the call in order."""
     timer = grpc_session.start_timer(link.Limits.handshake_s, call.cancel)
-    taken = grpc_session.FOLLOWS in dict(call.initial_metadata() or ())
+    accepted = grpc_session.FOLLOWS in dict(call.initial_metadata() or ())
     timer.cancel()
     try:
       self._adopt_all(call)
     finally:
-      if taken:
+      if accepted:
         self._answered()
 
   def _adopt_all(self, call: grpc.Call) -> None:

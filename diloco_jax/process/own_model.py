@@ -81,7 +81,7 @@ def as_arrays(tree: Any, what: str) -> Any:
   of values that lose bits. Raises ValueError for what is no array of numbers."""
   narrowed = []
 
-  def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+  def as_array(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the whole'
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -101,14 +101,14 @@ def as_arrays(tree: Any, what: str) -> Any:
       narrowed.append(name)
     return value.astype(dtype, copy=False)
 
-  made = jax.tree_util.tree_map_with_path(one, tree)
+  converted = jax.tree_util.tree_map_with_path(as_array, tree)
   if narrowed:
     warnings.warn(
       f'{what}: {len(narrowed)} leaves of NumPy have 64 bits, and jax takes 32 of them '
       f'({", ".join(narrowed[:3])}): give float32, or set JAX_ENABLE_X64=1 on all nodes',
       stacklevel=2,
     )
-  return made
+  return converted
 
 
 def describe(params: Any, label: Callable[[str], str] | None) -> ModelDescription:
@@ -135,8 +135,8 @@ def statistics(params: Any) -> set[str]:
                          is_leaf=is_counted)  # fmt: skip
   return {
     name
-    for name, found in arrays.by_name(counted).items()
-    if found or task_lib.embeddings(name) == 'statistic'
+    for name, is_statistic in arrays.by_name(counted).items()
+    if is_statistic or task_lib.embeddings(name) == 'statistic'
   }
 
 

@@ -41,7 +41,7 @@ def _run(tmp_path_factory) -> pathlib.Path:
   config.train.steps = 12
   folder = tmp_path_factory.mktemp('trained') / 'run'
   exits = diloco_jax.run(config, folder).exits
-  assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
+  assert {name: end.code for name, end in exits.items()} == {'syncer': 0, 'l0': 0}
   return folder
 
 
@@ -136,7 +136,7 @@ def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
   for steps in (6, 8):
     config.train.steps = steps
     exits = diloco_jax.run(config, tmp_path, syncer='none').exits
-    assert {name: one.code for name, one in exits.items()} == {'l0': 0}
+    assert {name: end.code for name, end in exits.items()} == {'l0': 0}
     models.append(diloco_jax.load_params(tmp_path))
   assert exits['l0'].text.startswith('done at step 8: 2 steps')
   first, last = (model['layers'][1]['query'] for model in models)

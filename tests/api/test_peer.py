@@ -81,7 +81,7 @@ def _server():
     yield server
 
 
-def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwargs):
+def _loop(server, name, losses, seed=0, metrics=lambda loss: {'loss': loss}, **kwargs):
   params = _params(seed)
   opt_state = _TX.init(params)
   with diloco_jax.join(params, learner=name, syncer=server.address, **kwargs) as peer:
@@ -89,7 +89,7 @@ def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwar
     for _clock, words in peer.steps(_batch):
       params, opt_state, loss = _step(params, opt_state, words)
       tokens = np.prod(words.shape)  # an integer of NumPy
-      params = peer.sync(params, tokens=tokens, metrics=told(loss))
+      params = peer.sync(params, tokens=tokens, metrics=metrics(loss))
       losses.append(float(loss))
   return params
 
@@ -104,7 +104,7 @@ def _threads(*calls):
     except BaseException as error:
       results[number] = error
 
-  threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(calls)]
+  threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -119,12 +119,13 @@ def _threads(*calls):
 def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd):
   """What they measure is in their folders; the syncer's own tells of both, too. Each has its own
   data, and the settings of the syncer."""
-  losses, place, told = {'l0': [], 'l1': []}, tmp_path / 'l0', lambda loss: {'loss': loss, 'two': 2}
+  losses, place = {'l0': [], 'l1': []}, tmp_path / 'l0'
+  metrics = lambda loss: {'loss': loss, 'two': 2}
   with diloco_jax.run_syncer(
     total_steps=120, sync=_sync(), workdir=tmp_path / 'run', shards=None
   ) as server:
     ends = _threads(
-      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place, shards=None),
+      lambda: _loop(server, 'l0', losses['l0'], metrics=metrics, workdir=place, shards=None),
       lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
     )
     merged = server.wait(_DEADLINE_S)
@@ -185,8 +186,8 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     assert 20 < count('l1', 'run') < 30  # of the one before
     assert 'fresh' not in capfd.readouterr().out
     assert count('l1', 'other') == 0
-    told = capfd.readouterr().out
-    assert told.count('begins with the opt_state that join was given') == 1, told
+    out = capfd.readouterr().out
+    assert out.count('begins with the opt_state that join was given') == 1, out
     assert count('l1', 'other') == 10
     store = str(tmp_path / 'run')
     assert count('l0', 'new', store) == 20, 'its own, from the store'
@@ -222,17 +223,17 @@ def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
     jax.set_mesh(others),
     diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
   ):
-    mine = peer.params
+    held = peer.params
     for _ in peer.steps():
       with jax.set_mesh(mesh):
-        mine = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), mine)
-      back = peer.sync(mine, tokens=1)
+        held = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), held)
+      back = peer.sync(held, tokens=1)
       assert jax.tree.structure(back) == jax.tree.structure(params)
-      for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
-        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
-      mine = back
+      for new, leaf in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
+        assert (new.dtype, new.sharding) == (leaf.dtype, leaf.sharding)
+      held = back
     server.wait(_DEADLINE_S)
-  assert np.asarray(mine['embed']).max() < 0.5
+  assert np.asarray(held['embed']).max() < 0.5
 
 
 def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, capfd):
@@ -253,12 +254,12 @@ def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, ca
         held = peer.sync({**held, 'w': held['w'] + 1}, tokens=1)
     merged = server.wait(_DEADLINE_S)
   assert 0 < seen[-1] == float(merged['w'].sum())
-  found = list(diloco_jax.records(tmp_path))
-  assert [row['loss'] for row in found if row['name'] == 'eval'][-1] == 2.0
-  accuracies = [row['values'] for row in found if row['name'] == 'metrics']
+  rows = list(diloco_jax.records(tmp_path))
+  assert [row['loss'] for row in rows if row['name'] == 'eval'][-1] == 2.0
+  accuracies = [row['values'] for row in rows if row['name'] == 'metrics']
   assert accuracies == [{'accuracy': value} for value in seen]
-  told = rf'held-out at clock \d+: accuracy: {re.escape(f"{seen[-1]:.4g}")}'
-  assert re.search(told, capfd.readouterr().out)
+  line = rf'held-out at clock \d+: accuracy: {re.escape(f"{seen[-1]:.4g}")}'
+  assert re.search(line, capfd.readouterr().out)
 
 
 def test_every_array_keeps_its_place_in_the_tree():
@@ -269,10 +270,10 @@ def test_every_array_keeps_its_place_in_the_tree():
     diloco_jax.run_syncer(params, total_steps=12, sync=sync) as server,
     diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=12, sync=sync) as peer,
   ):
-    mine = peer.params
+    held = peer.params
     for _ in peer.steps():
-      mine = peer.sync(mine, tokens=1)
-      np.testing.assert_allclose([leaf[0, 0] for leaf in mine], np.arange(12), atol=1e-3)
+      held = peer.sync(held, tokens=1)
+      np.testing.assert_allclose([leaf[0, 0] for leaf in held], np.arange(12), atol=1e-3)
 
 
 def test_a_jitted_step_is_compiled_once():
@@ -283,10 +284,10 @@ def test_a_jitted_step_is_compiled_once():
     diloco_jax.run_syncer(params, total_steps=8, sync=_ONE) as server,
     diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=_ONE) as peer,
   ):
-    mine, count = peer.params, jnp.zeros(())
+    held, count = peer.params, jnp.zeros(())
     for _ in peer.steps():
-      mine, count = step(mine, count)
-      mine = peer.sync(mine, tokens=1)
+      held, count = step(held, count)
+      held = peer.sync(held, tokens=1)
   assert step._cache_size() == 1
 
 
@@ -361,19 +362,19 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with diloco_jax.run_syncer(params, total_steps=4, sync=sync) as server:
     kwargs = {'learner': 'l0', 'syncer': server.address, 'total_steps': 4}
     with diloco_jax.join(params, sync=sync, **kwargs) as peer:
-      mine = peer.params
+      held = peer.params
       with pytest.raises(ValueError, match='tokens is 0'):
-        peer.sync(mine, tokens=0)
+        peer.sync(held, tokens=0)
       with pytest.raises(ValueError, match=r'loss has the shape \(8,\), give one number'):
-        peer.sync(mine, tokens=1, metrics={'loss': jnp.zeros(8)})
+        peer.sync(held, tokens=1, metrics={'loss': jnp.zeros(8)})
       with pytest.raises(ValueError, match="phase is 'warm', give one number"):
-        peer.sync(mine, tokens=1, metrics={'loss': jnp.zeros(()), 'phase': 'warm'})
+        peer.sync(held, tokens=1, metrics={'loss': jnp.zeros(()), 'phase': 'warm'})
       with pytest.raises(TypeError, match='float'):
-        peer.sync(mine, tokens=1.0)
+        peer.sync(held, tokens=1.0)
       with pytest.raises(ValueError, match='join was given no opt_state'):
-        peer.sync(mine, tokens=1, opt_state={})
+        peer.sync(held, tokens=1, opt_state={})
       with pytest.raises(ValueError, match=r'w is float32\[4, 8\], join was given float32\[8, 8\]'):
-        peer.sync({'w': mine['w'][:4]}, tokens=1)
+        peer.sync({'w': held['w'][:4]}, tokens=1)
       steps = peer.steps()
       next(steps)
       with pytest.raises(RuntimeError, match='once per step'):
@@ -475,9 +476,9 @@ def test_a_loop_takes_the_settings_of_the_syncer_and_keeps_its_own(tmp_path, cap
     with diloco_jax.run_syncer(total_steps=steps, workdir=tmp_path / 'run', **kwargs) as server:
       with diloco_jax.join(params, learner='l0', syncer=server.address, **own) as peer:
         assert peer.total_steps == steps
-        mine = peer.params
+        held = peer.params
         for _ in peer.steps():
-          mine = peer.sync(mine, tokens=1)
+          held = peer.sync(held, tokens=1)
       server.wait(_DEADLINE_S)
     said = capfd.readouterr().out
     assert re.search(r'\[l0\] .* done at clock', said)
@@ -522,10 +523,10 @@ def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
   params = {'w': jnp.ones((8, 8))}
   with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
     assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
-  told = (
+  line = (
     '[l0] the run has ended: there are no steps left. peer.params are those that join was given'
   )
-  assert capfd.readouterr().out.count(told) == 1
+  assert capfd.readouterr().out.count(line) == 1
 
 
 @pytest.mark.parametrize('brought', [True, False])
@@ -546,14 +547,14 @@ def test_a_run_begins_with_the_moments_of_no_other_run(brought, tmp_path):
 
 def test_a_loop_that_does_not_use_the_moments_of_its_checkpoint_is_told(server, tmp_path, capfd):
   kwargs = {'learner': 'l0', 'syncer': server.address, 'workdir': tmp_path}
-  told = r'\[l0\] .*opt_state: the moments of the checkpoint at step \d+ are not used'
+  line = r'\[l0\] .*opt_state: the moments of the checkpoint at step \d+ are not used'
   for reads, times in ((False, 0), (True, 0), (False, 1)):
     params, moments = _params(), {'m': jnp.zeros(3)}
     with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
       params, moments = peer.params, peer.opt_state if reads else moments
       for _ in zip(range(2), peer.steps()):
         params = peer.sync(params, tokens=1, opt_state=moments)
-    assert len(re.findall(told, capfd.readouterr().out)) == times
+    assert len(re.findall(line, capfd.readouterr().out)) == times
 
 
 def test_a_loop_that_goes_on_with_what_was_replaced_fails_with_small_arrays_too():
@@ -825,7 +826,7 @@ def test_what_a_loop_gives_may_be_written_again(tmp_path):
       return False
 
   params, loss, donated = {'w': _aligned(1.0)}, np.zeros(()), jnp.ones(())
-  spend = jax.jit(lambda one: one + 1, donate_argnums=0)
+  spend = jax.jit(lambda value: value + 1, donate_argnums=0)
   with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
     moments = {'m': _aligned(1.0)}
     where = {'syncer': server.address, 'workdir': tmp_path, 'learner': 'l0'}

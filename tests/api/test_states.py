@@ -119,7 +119,7 @@ def test_a_learner_draws_with_its_own_random_keys_and_takes_the_moments_of_anoth
   def keys(state: State) -> list[list[int]]:
     typed = state.opt_state[0][0].rng_key, state.key
     raw = map(jax.random.key_data, typed)
-    return [np.asarray(one).tolist() for one in (*raw, state.opt_state[1]['raw'])]
+    return [np.asarray(leaf).tolist() for leaf in (*raw, state.opt_state[1]['raw'])]
 
   sync = diloco_jax.SyncConfig(learners=2, quorum=1, fragments=1, period=2, overlap=1)
   with diloco_jax.run_syncer(total_steps=1_000_000, sync=sync) as server:

@@ -69,8 +69,8 @@ def waiting(tmp_path):
     return started[-1]
 
   yield start
-  for one in started:
-    one.close()
+  for syncer in started:
+    syncer.close()
 
 
 def header(shape=(8, 8), **changes):
@@ -287,39 +287,41 @@ def test_a_parameter_called_value_keeps_its_name():
   assert list(twice) == list(arrays.by_name(twice)), 'names stay'
 
 
-def _told(**changes):
-  shared = _CONFIG.agreement() | {name.replace('_', '.', 1): one for name, one in changes.items()}
-  return json.dumps({name: one for name, one in shared.items() if one is not ...})
+def _answer(**changes):
+  shared = _CONFIG.agreement() | {
+    name.replace('_', '.', 1): value for name, value in changes.items()
+  }
+  return json.dumps({name: value for name, value in shared.items() if value is not ...})
 
 
 @pytest.mark.parametrize(
-  'told, said',
+  'answer, error',
   [
     ('[' * 100_000, 'deep'),
     ('{"sync.period": 3', 'not JSON'),
     ('[]', 'not an object'),
-    (_told(sync_period='3'), 'period is .3., it must be of type int'),
-    (_told(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
-    (_told(sync_lease_s=1e9), 'sync.lease_s is 1000000000.0, it must be between'),
-    (_told(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
-    (_told(sync_period=...), "sync.period is 12 here, 'absent' there"),
-    (_told(sync_news=1), "sync.news is 'absent' here, 1 there"),
-    (_told(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
-    (_told(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
-    (_told(name_x=1), "name.x is 'absent' here, 1 there"),
+    (_answer(sync_period='3'), 'period is .3., it must be of type int'),
+    (_answer(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
+    (_answer(sync_lease_s=1e9), 'sync.lease_s is 1000000000.0, it must be between'),
+    (_answer(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
+    (_answer(sync_period=...), "sync.period is 12 here, 'absent' there"),
+    (_answer(sync_news=1), "sync.news is 'absent' here, 1 there"),
+    (_answer(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
+    (_answer(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
+    (_answer(name_x=1), "name.x is 'absent' here, 1 there"),
   ],
   ids=str,
 )
-def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, told, said):
+def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, answer, error):
   """And nothing is brought."""
   brought, given = [], own_model.config(0, run_config.SyncConfig(), 0)
 
   def answered(model, *args):
     brought.extend(model.shapes)
-    return told.encode()
+    return answer.encode()
 
   monkeypatch.setattr(bring, 'bring', answered)
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=error):
     admission_lib.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
   assert not brought
 
@@ -365,12 +367,12 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
 
 def test_numbers_are_arrays_and_what_cannot_travel_is_named():
   with pytest.warns(UserWarning, match=r'params: 1 leaves of NumPy have 64 bits.*\(wide\)') as seen:
-    made = own_model.as_arrays(
+    tree = own_model.as_arrays(
       {'rate': 0.5, 'count': 3, 'wide': np.ones(2), 'w': jnp.ones(2, jnp.bfloat16)}, 'params'
     )
-    own_model.describe(made, None)
+    own_model.describe(tree, None)
   assert len(seen) == 1
-  assert {name: str(leaf.dtype) for name, leaf in made.items()} == {
+  assert {name: str(leaf.dtype) for name, leaf in tree.items()} == {
     'rate': 'float32',
     'count': 'int32',
     'wide': 'float32',

@@ -135,11 +135,14 @@ def _held(folder: pathlib.Path) -> checkpoint.Restored:
     checkpoints.close()
 
 
-def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
+def _same(first: checkpoint.Restored, other: checkpoint.Restored) -> bool:
   bits = [
-    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)] for held in (one, other)
+    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)] for held in (first, other)
   ]
-  return bits[0] == bits[1] and (one.data_state, one.protocol) == (other.data_state, other.protocol)
+  return bits[0] == bits[1] and (first.data_state, first.protocol) == (
+    other.data_state,
+    other.protocol,
+  )
 
 
 # --- What is found --------------------------------------------------------------------------------
@@ -279,9 +282,9 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
   calls = [(pathlib.Path, 'rename'), (outer_log, 'begin'), (json_files, 'replace')]
 
   def state(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
-    found = _contents(workdir)
-    del found[pathlib.Path(lineage_lib.FILE)]  # each restore has another id
-    return {path: data for path, data in found.items() if not str(path).startswith('aside-')}
+    contents = _contents(workdir)
+    del contents[pathlib.Path(lineage_lib.FILE)]  # each restore has another id
+    return {path: data for path, data in contents.items() if not str(path).startswith('aside-')}
 
   done = shutil.copytree(whole, tmp_path / 'done')
   _restore(config, done, '299')
@@ -450,7 +453,7 @@ def _goes_on(assembled, workdir, expected, sync: int) -> None:
 def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, damaged, expected):
   before = _contents(damaged)
   said = _restore(assembled.config, damaged)
-  assert any('the run continues from the checkpoint of clock 5' in one for one in said)
+  assert any('the run continues from the checkpoint of clock 5' in line for line in said)
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
   assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
@@ -485,12 +488,12 @@ def test_theta_versions_and_ledger_are_those_of_a_kept_clock(assembled, tmp_path
       saved[sync] = life.checkpoints.protocol(sync)
   life.crash()
   life.checkpoints.close()
-  for clock, found in ((7, 7), (5, 4), (3, 2)):
+  for clock, checkpoint_clock in ((7, 7), (5, 4), (3, 2)):
     _restore(assembled.config, workdir, str(clock))
     life = durability.Rig(assembled, workdir / 'syncer')
-    assert durability.bits(life.theta) == expected[found]
-    assert life.log.position == {name: saved[found][name] for name in life.log.position}
+    assert durability.bits(life.theta) == expected[checkpoint_clock]
+    assert life.log.position == {name: saved[checkpoint_clock][name] for name in life.log.position}
     for name in ('versions', 'digests', 'ledger', 'data', 'counts', 'members'):
-      assert life.start.state[name] == saved[found][name], name
+      assert life.start.state[name] == saved[checkpoint_clock][name], name
     life.crash()
     life.checkpoints.close()
