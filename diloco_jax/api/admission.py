@@ -5,7 +5,6 @@ import pathlib
 import re
 import secrets
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.certs import check as check_lib
@@ -23,43 +22,32 @@ NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, wit
 
 
 def meet(
-  model: own_model.ModelDescription,
-  config: run_config.Config,
-  address: Callable[[], str],
-  access: addresses.Access,
-  wait_s: float,
+  model: own_model.ModelDescription, config: run_config.Config, *where: Any
 ) -> own_model.Terms | None:
   """Brings the model to a syncer that has none; returns its terms, None: the run has ended. Of
-  several hosts the lead calls for all.
-
-  Shared settings of `config` that are not 0, or in `sync` not the default, must be the syncer's.
-  Raises as `bring`, and ValueError for another model or setting.
-  """
+  several hosts the lead calls for all. Raises ValueError for another model or setting, and as
+  `bring.bring`, whose arguments follow. Settings of `config` that are not 0, or in `sync` not the
+  default, must be the syncer's."""
   answer = b''
-  if hosts_lib.leads():
-    with contextlib.suppress(addresses.RunEnded):
-      answer = _agreed(model, config, address, access, wait_s).encode()
-  answer = hosts_lib.of_lead(answer.decode())
-  return own_model.Terms.decode(answer.encode()) if answer else None
-
-
-def _agreed(
-  model: own_model.ModelDescription, config: run_config.Config, *where: Any
-) -> own_model.Terms:
   default = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
   required = dict(config.agreement().items() - default) | _arrays(model)
-  for sent in (own_model.NO_MODEL, model):
-    terms = own_model.Terms.decode(bring.bring(sent, *where))
-    shared = terms.applied_to(config)
-    known = own_model.from_header(terms.model, dict) if terms.model else model
-    here = agreement_lib.encode(shared.agreement() | required)
-    syncers = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
-    if refusal := agreement_lib.refusal(here, syncers):
-      raise ValueError(refusal)
-    if terms.model:
-      break
-    own_model.complete(model, shared)
-  return terms
+  try:
+    for sent in (own_model.NO_MODEL, model) if hosts_lib.leads() else ():
+      answer = bring.bring(sent, *where)
+      terms = own_model.Terms.decode(answer)
+      shared = terms.applied_to(config)
+      known = own_model.from_header(terms.model, dict) if terms.model else model
+      here = agreement_lib.encode(shared.agreement() | required)
+      syncers = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
+      if refusal := agreement_lib.refusal(here, syncers):
+        raise ValueError(refusal)
+      if terms.model:
+        break
+      own_model.complete(model, shared)
+  except addresses.RunEnded:
+    answer = b''
+  answer = hosts_lib.of_lead(answer.decode())
+  return own_model.Terms.decode(answer.encode()) if answer else None
 
 
 def _arrays(model: own_model.ModelDescription) -> dict[str, str]:

@@ -31,18 +31,20 @@ class Advice:
     moved_copy: the copy of a parameter in the moments that has moved since the loop read them; ''.
   """
 
-  def __init__(self, params: dict[str, jax.Array], restored_step: int | None = None):
+  def __init__(self, params: dict[str, jax.Array], restored_step: int | None):
     self.params_read = False
     self.moved_copy = ''
     self._restored_step = restored_step
     self._copy_warned = False
-    self._watch = Watch(params)
-    self.boundary = self._watch.boundary
+    counted = own_model.statistics(params)
+    fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
+    names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
+    self._watched = max(names, key=lambda name: params[name].size, default=None)
+    self._steps, self._begun, self._adoption = 0, None, ()
 
   def moments_read(self) -> None:
     """The loop has read the moments."""
-    self.moved_copy = ''
-    self._restored_step = None
+    self.moved_copy, self._restored_step = '', None
 
   def of_step(self, params: dict[str, Any]) -> Iterator[str]:
     """What to print after a step of the loop, which has made these parameters."""
@@ -52,7 +54,7 @@ class Advice:
         'since the loop has begun with others: begin with `opt_state = peer.opt_state`'
       )
       self._restored_step = None
-    name = self._watch.undone(params)
+    name = self._undone(params)
     if name and not self._copy_warned:
       yield f'{name}: {_UNDONE}'
 
@@ -66,40 +68,29 @@ class Advice:
         'lost: take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
       )
 
-
-class Watch:
-  """Compares the first step after the first adoption with one array as it was before and after it:
-  a loop that computes its parameters from a tree of its own undoes each merge."""
-
-  def __init__(self, params: dict[str, jax.Array]):
-    counted = own_model.statistics(params)
-    fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
-    names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
-    self._name = max(names, key=lambda name: params[name].size, default=None)
-    self._steps, self._begun, self._kept = 0, None, ()
-
   @contextlib.contextmanager
   def boundary(self, arrays: own_arrays.OwnArrays) -> Iterator[None]:
-    """Around the work of a boundary, which may consume the array."""
-    trained = arrays.params.get(self._name)
+    """Around the work of a boundary, which may consume the array that is watched."""
+    trained = arrays.params.get(self._watched)
     before = None if trained is None else jnp.copy(trained)
     yield
     self._steps += 1
     if trained is not None:
-      after = jnp.copy(arrays.params[self._name])
-      if arrays.params[self._name] is not trained:
+      after = jnp.copy(arrays.params[self._watched])
+      if arrays.params[self._watched] is not trained:
         # In fewer steps a merge moves no farther than a step, which may well go back.
-        self._kept = (self._begun, before, after) if self._steps >= 4 else ()
+        self._adoption = (self._begun, before, after) if self._steps >= 4 else ()
         self._steps = 0
       self._begun = after
 
-  def undone(self, params: dict[str, Any]) -> str:
-    """The name of the array if the loop's step, the first after an adoption, has undone it: it is
-    far longer than the one before, and goes back. A step of usual length that goes back is none."""
-    name, kept, self._kept = self._name, self._kept, ()
-    if not kept:
+  def _undone(self, params: dict[str, Any]) -> str:
+    """The array whose first adoption this step, the first after it, has undone: it is far longer
+    than the one before, and goes back; '': none. A loop that computes its parameters from a tree of
+    its own undoes each. A step of usual length that goes back is none."""
+    name, adoption, self._adoption = self._watched, self._adoption, ()
+    if not adoption:
       return ''
-    begun, before, adopted, now = (np.asarray(array, np.float32) for array in (*kept, params[name]))
-    self._name = None if (before != adopted).any() else name
+    begun, before, adopted, now = (np.asarray(a, np.float32) for a in (*adoption, params[name]))
+    self._watched = None if (before != adopted).any() else name
     short = max(map(np.linalg.norm, (now - before, before - begun)))
     return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''

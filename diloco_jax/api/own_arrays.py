@@ -34,7 +34,12 @@ class OwnArrays:
     """What a loop gives to `join`, of this form. Raises ValueError."""
     self.form = form
     self.checkpoints: checkpoint.Checkpoints | None = None
-    self.params, self.moments = _on_devices(*form.split(params, opt_state))
+    named, kept = form.split(params, opt_state)
+    named = jax.tree.map(copies.own, own_model.as_arrays(named, 'params'))
+    kept = jax.tree.map(copies.own, own_model.as_arrays(kept, 'opt_state'))
+    several = hosts_lib.are_several(named)
+    put = (lambda tree: hosts_lib.on_all(tree, named)) if several else jax.device_put
+    self.params, self.moments = put((named, kept))
     self.replicated = _replicated(self.params)
     self.shardings = _Shardings(
       {name: self.replicated and leaf.sharding for name, leaf in self.params.items()},
@@ -146,15 +151,6 @@ class OwnArrays:
       return found.moments
     is_own = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
     return {name: leaf for name, leaf in found.moments.items() if not is_own(name)}
-
-
-def _on_devices(params: dict[str, Any], moments: dict[str, Any] | None) -> tuple[Any, Any]:
-  """The arrays of the user as those of jax, on all hosts of the learner."""
-  params = jax.tree.map(copies.own, own_model.as_arrays(params, 'params'))
-  moments = jax.tree.map(copies.own, own_model.as_arrays(moments, 'opt_state'))
-  if hosts_lib.are_several(params):
-    return hosts_lib.on_all((params, moments), params)
-  return jax.device_put((params, moments))
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:

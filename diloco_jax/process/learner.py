@@ -110,8 +110,7 @@ def _run(
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
       connect = dial.dialer(assembled, resolve, access)
-      how = {'work_class': work_class}
-      return learner_node.run(*node, event_queue, connect, records, **how), records
+      return learner_node.run(*node, event_queue, connect, records, work_class=work_class), records
 
 
 @contextlib.contextmanager

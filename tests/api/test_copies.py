@@ -308,9 +308,7 @@ def test_a_loop_whose_long_step_undoes_what_it_adopts_is_told_once(name, capfd):
     with diloco_jax.join(own, syncer=server.address) as peer:
       held = jax.tree.map(np.array, peer.params)
       for clock in peer.steps():
-        own = jax.tree.map(
-          lambda start, two, clock=clock: _LOOPS[name](start, two, clock), own, held
-        )
+        own = jax.tree.map(functools.partial(_LOOPS[name], clock=clock), own, held)
         held = jax.tree.map(np.array, peer.sync(own, tokens=1))
   lines = re.findall(f'w: {_BACK}.*', capfd.readouterr().out)
   assert len(lines) == (name in ('keeps', 'arrives at once'))

@@ -1,5 +1,6 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
+import contextlib
 import dataclasses
 import pathlib
 import pickle
@@ -72,6 +73,17 @@ def _step(params, opt_state, words):
   with jax.numpy_dtype_promotion('standard'):
     updates, opt_state = _TX.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
+
+
+_PAIRED = dataclasses.replace(_ONE, fragments=2)
+
+
+@contextlib.contextmanager
+def _joined(params, total_steps, sync=_ONE, init=None, **kwargs):
+  """A syncer, and a loop that has joined it."""
+  with diloco_jax.run_syncer(init, total_steps=total_steps, sync=sync) as server:
+    with diloco_jax.join(params, learner='l0', syncer=server.address, **kwargs) as peer:
+      yield server, peer
 
 
 @pytest.fixture(scope='module', name='server')
@@ -217,12 +229,7 @@ def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
     'embed': place(jnp.ones((16, 8)), None, 'x'),
     'small': [place(jnp.ones((8, 2)), 'x'), place(jnp.ones((2, 8)), None, 'x')],  # neighbours
   }
-  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
-  with (
-    diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
-    jax.set_mesh(others),
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
-  ):
+  with jax.set_mesh(others), _joined(params, 8, _PAIRED, init=params) as (server, peer):
     held = peer.params
     for _ in peer.steps():
       with jax.set_mesh(mesh):
@@ -265,11 +272,7 @@ def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, ca
 def test_every_array_keeps_its_place_in_the_tree():
   """Of twelve layers, '10' comes before '2' among names, and after it in the tree."""
   params = [jnp.full((8, 8), float(layer)) for layer in range(12)]
-  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
-  with (
-    diloco_jax.run_syncer(params, total_steps=12, sync=sync) as server,
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=12, sync=sync) as peer,
-  ):
+  with _joined(params, 12, _PAIRED, init=params) as (_, peer):
     held = peer.params
     for _ in peer.steps():
       held = peer.sync(held, tokens=1)
@@ -280,10 +283,7 @@ def test_a_jitted_step_is_compiled_once():
   """Also if its other arguments are committed to no device, as those of an optimizer are."""
   params = {'w': jnp.ones((8, 8))}
   step = jax.jit(lambda params, count: ({'w': params['w'] * 0.9}, count + params['w'].sum()))
-  with (
-    diloco_jax.run_syncer(params, total_steps=8, sync=_ONE) as server,
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=_ONE) as peer,
-  ):
+  with _joined(params, 8) as (_, peer):
     held, count = peer.params, jnp.zeros(())
     for _ in peer.steps():
       held, count = step(held, count)
@@ -296,20 +296,12 @@ def test_the_arrays_that_join_was_given_do_not_live_on():
   params = _params()
   opt_state = _TX.init(params)
   given = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, opt_state))]
-  with diloco_jax.run_syncer(total_steps=120, sync=_sync(learners=1)) as server:
-    with diloco_jax.join(
-      params,
-      learner='l0',
-      syncer=server.address,
-      total_steps=120,
-      sync=_sync(learners=1),
-      opt_state=opt_state,
-    ) as peer:
-      params, opt_state = peer.params, peer.opt_state
-      _, words = next(peer.steps(_batch))
-      params, opt_state, _ = _step(params, opt_state, words)
-      params = peer.sync(params, tokens=words.size, opt_state=opt_state)
-      assert not any(leaf() is not None for leaf in given)
+  with _joined(params, 120, _sync(learners=1), opt_state=opt_state) as (_, peer):
+    params, opt_state = peer.params, peer.opt_state
+    _, words = next(peer.steps(_batch))
+    params, opt_state, _ = _step(params, opt_state, words)
+    params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+    assert not any(leaf() is not None for leaf in given)
 
 
 def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
@@ -392,18 +384,17 @@ def test_wrong_calls_are_refused_with_a_remedy():
 
 def test_what_only_one_call_may_do_is_refused_at_the_other(tmp_path):
   """Twice in a step, beside another thread, in another process; and the loop goes on."""
-  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params, seen = peer.params, []
-      for _, batch in peer.steps(lambda shard, index: index):
-        seen.append(batch)
-        params = peer.sync(params, tokens=1)
-        if peer.clock is not None:
-          with pytest.raises(RuntimeError, match='called twice in one step.*Nothing of this call'):
-            peer.sync(params, tokens=1)
-      assert seen == list(range(20)), 'no batch is left out'
-      with pytest.raises(TypeError, match='l0 cannot go to another process: call join there'):
-        pickle.dumps(peer)
+  with _joined(_params(), 20) as (_, peer):
+    params, seen = peer.params, []
+    for _, batch in peer.steps(lambda shard, index: index):
+      seen.append(batch)
+      params = peer.sync(params, tokens=1)
+      if peer.clock is not None:
+        with pytest.raises(RuntimeError, match='called twice in one step.*Nothing of this call'):
+          peer.sync(params, tokens=1)
+    assert seen == list(range(20)), 'no batch is left out'
+    with pytest.raises(TypeError, match='l0 cannot go to another process: call join there'):
+      pickle.dumps(peer)
   entered, goes_on = threading.Event(), threading.Event()
 
   class Waits(float):  # a metric, which the first thread is kept at
@@ -412,19 +403,18 @@ def test_what_only_one_call_may_do_is_refused_at_the_other(tmp_path):
       goes_on.wait(_DEADLINE_S)
       return 1.0
 
-  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params, steps = peer.params, peer.steps()
-      next(steps)
-      with futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(peer.sync, params, tokens=1, metrics={'loss': Waits()})
-        assert entered.wait(_DEADLINE_S)
-        with pytest.raises(RuntimeError, match='another thread is in peer.sync'):
-          peer.sync(params, tokens=1)
-        goes_on.set()
-        params = first.result(_DEADLINE_S)
-      for _ in steps:
-        params = peer.sync(params, tokens=1)
+  with _joined(_params(), 20) as (_, peer):
+    params, steps = peer.params, peer.steps()
+    next(steps)
+    with futures.ThreadPoolExecutor(1) as pool:
+      first = pool.submit(peer.sync, params, tokens=1, metrics={'loss': Waits()})
+      assert entered.wait(_DEADLINE_S)
+      with pytest.raises(RuntimeError, match='another thread is in peer.sync'):
+        peer.sync(params, tokens=1)
+      goes_on.set()
+      params = first.result(_DEADLINE_S)
+    for _ in steps:
+      params = peer.sync(params, tokens=1)
 
 
 _FORKS = """
@@ -561,13 +551,12 @@ def test_a_loop_that_goes_on_with_what_was_replaced_fails_with_small_arrays_too(
   """Small arrays are replaced in one vector."""
   step = jax.jit(lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params))
   sync = diloco_jax.SyncConfig(learners=1, quorum=1, fragments=1, period=2, overlap=0)
-  with diloco_jax.run_syncer(total_steps=20, sync=sync) as server:  # in lock step
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params = peer.params
-      with pytest.raises(RuntimeError, match='deleted'):
-        for _ in peer.steps():
-          params = step(params)
-          peer.sync(params, tokens=1)
+  with _joined(_params(), 20, sync) as (_, peer):  # in lock step
+    params = peer.params
+    with pytest.raises(RuntimeError, match='deleted'):
+      for _ in peer.steps():
+        params = step(params)
+        peer.sync(params, tokens=1)
 
 
 def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
@@ -589,18 +578,11 @@ def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
       return float(self.clock)
 
   waited, seen = [], []
-  run = {
-    'total_steps': 4,
-    'sync': diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1),
-  }
-  params = {'w': jnp.ones((8, 8))}
-  with diloco_jax.run_syncer(**run) as server:
-    place = {'syncer': server.address, 'workdir': tmp_path}
-    with diloco_jax.join(params, learner='l0', **place, **run) as peer:
-      params = peer.params
-      for clock in peer.steps():
-        params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
-        seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
+  with _joined({'w': jnp.ones((8, 8))}, 4, workdir=tmp_path) as (_, peer):
+    params = peer.params
+    for clock in peer.steps():
+      params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
+      seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
   assert seen == [([0], 1), ([0], 2), ([0], 2), ([0, 2, 3], 4)]
 
 
@@ -641,11 +623,10 @@ def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay():
   table = jnp.ones((8, 8))
   inner = jax.jit(lambda trained: 0.9 * trained)
   params = {'w': jnp.ones((8, 8)), 'embed': table, 'head': table, 'scale': 1.0}
-  with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
-    with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
-      held = peer.params
-      for _ in peer.steps():
-        held = peer.sync({**held, 'w': inner(held['w'])}, tokens=1)
+  with _joined(params, 8) as (_, peer):
+    held = peer.params
+    for _ in peer.steps():
+      held = peer.sync({**held, 'w': inner(held['w'])}, tokens=1)
   assert np.all(held['w'] < params['w'])
   assert not table.is_deleted() and not params['w'].is_deleted()
 
@@ -771,14 +752,12 @@ def test_a_loop_ends_with_its_egress_thread(monkeypatch):
     return keep(store, data)
 
   monkeypatch.setattr(payloads_lib, 'keep', keep_unless_it_leaves_a_learner)
-  kwargs = {'total_steps': 1_000_000, 'sync': _ONE}
-  with diloco_jax.run_syncer(**kwargs) as server:
-    with pytest.raises(MemoryError, match='no room for the contribution'):
-      with diloco_jax.join(_params(), learner='l0', syncer=server.address, **kwargs) as peer:
-        deadline_s = time.monotonic() + _DEADLINE_S
-        for _ in peer.steps():
-          assert time.monotonic() < deadline_s, 'the loop trains on'
-          peer.sync(peer.params, tokens=1)
+  with pytest.raises(MemoryError, match='no room for the contribution'):
+    with _joined(_params(), 1_000_000) as (_, peer):
+      deadline_s = time.monotonic() + _DEADLINE_S
+      for _ in peer.steps():
+        assert time.monotonic() < deadline_s, 'the loop trains on'
+        peer.sync(peer.params, tokens=1)
 
 
 @pytest.mark.parametrize('error', [MemoryError('on the device'), KeyboardInterrupt()], ids=str)

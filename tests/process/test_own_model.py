@@ -55,9 +55,29 @@ class Waiting:
 
   def refuses(self, parts):
     """The status and the text of the refusal."""
-    call = self.bring(parts)
-    error = call.exception()
+    error = self.bring(parts).exception()
     return error.code(), error.details()
+
+  def receives(self, model=None, wait_s=_DEADLINE_S):
+    """What has arrived of a model that a learner brings."""
+    bring.bring(model or _MODEL, lambda: self.address, addresses.LOCAL, wait_s)
+    return self.model.result(_DEADLINE_S)
+
+  @contextlib.contextmanager
+  def receiving(self):
+    """The time in which another learner brings a model slowly; its call."""
+    began, ends = threading.Event(), threading.Event()
+
+    def parts():
+      yield header()
+      began.set()
+      ends.wait()
+
+    call = self.bring(parts())
+    assert began.wait(_DEADLINE_S)
+    yield call
+    call.cancel()
+    ends.set()
 
 
 @pytest.fixture
@@ -103,8 +123,7 @@ def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, parts, sai
   syncer = waiting()
   code, text = syncer.refuses(iter(parts))
   assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
+  np.testing.assert_array_equal(syncer.receives().values()['w'], np.ones((8, 8)))
 
 
 def test_a_model_that_is_not_finite_is_not_stored(tmp_path):
@@ -181,45 +200,23 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
 
 
 def test_names_and_shapes_may_be_larger_than_a_frame(waiting):
-  syncer, model = (
-    waiting(),
-    own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body'),
-  )
-  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes == model.shapes
+  model = own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body')
+  assert waiting().receives(model).shapes == model.shapes
 
 
 def test_one_learner_at_a_time_brings_the_model(waiting):
   syncer = waiting()
-  began, never = threading.Event(), threading.Event()
-
-  def slowly():
-    yield header()
-    began.set()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert began.wait(_DEADLINE_S)
-  busy = grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model'
-  assert syncer.refuses(iter([b'no header'])) == busy
-  slow.cancel()
-  never.set()
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  with syncer.receiving():
+    busy = grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model'
+    assert syncer.refuses(iter([b'no header'])) == busy
+  assert syncer.receives().shapes == _MODEL.shapes
 
 
 def test_a_learner_has_limited_time_to_bring_the_model(waiting):
-  syncer, never = waiting(upload_s=1.0), threading.Event()
-
-  def slowly():
-    yield header()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert slow.exception().code() is grpc.StatusCode.CANCELLED  # by the syncer: its own end is later
-  never.set()
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  syncer = waiting(upload_s=1.0)
+  with syncer.receiving() as call:  # the syncer cancels it: its own end is later
+    assert call.exception().code() is grpc.StatusCode.CANCELLED
+  assert syncer.receives().shapes == _MODEL.shapes
 
 
 def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
@@ -229,27 +226,15 @@ def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
     threading.Event().wait(2 * wait_s)
     return {'w': np.ones(shape, np.float32)}
 
-  syncer = waiting()
-  model = dataclasses.replace(
-    own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body'), values=values
-  )
-  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == shape
+  model = own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body')
+  model = dataclasses.replace(model, values=values)
+  assert waiting().receives(model, wait_s).shapes == model.shapes
 
 
 def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
   """Its patience ends without an answer only, and here every call is answered."""
-  syncer, wait_s = waiting(), 60.0
-  began, never, patient = threading.Event(), threading.Event(), threading.Event()
+  syncer, wait_s, patient = waiting(), 60.0, threading.Event()
   clock, calls = [0.0], itertools.count()
-
-  def slowly():
-    yield header()
-    began.set()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert began.wait(_DEADLINE_S)
 
   def address():
     if next(calls) == 5:  # the first call was answered four times the patience ago
@@ -259,12 +244,11 @@ def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
 
   with futures.ThreadPoolExecutor(1) as pool:
     patience = wait_s, lambda: clock[0]
-    brought = pool.submit(bring.bring, _MODEL, address, addresses.LOCAL, *patience)
-    assert patient.wait(_DEADLINE_S)
-    slow.cancel()
-    never.set()
+    with syncer.receiving():
+      brought = pool.submit(bring.bring, _MODEL, address, addresses.LOCAL, *patience)
+      assert patient.wait(_DEADLINE_S)
     brought.result(_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  assert syncer.model.result(_DEADLINE_S).shapes == _MODEL.shapes
 
 
 def test_a_header_that_no_syncer_takes_is_not_sent():
@@ -309,6 +293,7 @@ def _answer(**changes):
     (_answer(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
     (_answer(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
     (_answer(name_x=1), "name.x is 'absent' here, 1 there"),
+    (_answer() + '\n' + header(shape=(-1, 8)).decode(), 'not the header of a model'),
   ],
   ids=str,
 )
@@ -324,13 +309,6 @@ def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, an
   with pytest.raises(ValueError, match=error):
     admission_lib.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
   assert not brought
-
-
-def test_a_header_that_is_none_is_refused_by_the_learner(monkeypatch):
-  answer = own_model.Terms.of(_CONFIG).encode() + header(shape=(-1, 8))
-  monkeypatch.setattr(bring, 'bring', lambda *args: answer)
-  with pytest.raises(ValueError, match='not the header of a model'):
-    admission_lib.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
 
 
 def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, monkeypatch):

@@ -4,6 +4,7 @@ Checkpoints are real ones of a few small arrays: which model they are of does no
 last tests restore a syncer that has merged and saved (tests/syncer/test_durability.py).
 """
 
+import contextlib
 import copy
 import errno
 import functools
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import build, load
+from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.process import exits, own_model, restore, run_folder
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, states, wal
@@ -37,11 +38,6 @@ expected = durability._expected
 @pytest.fixture(scope='module', name='config')
 def _config():
   return stdlib_lm.get_config('tiny')
-
-
-@pytest.fixture(scope='module', name='agreement')
-def _agreement(config) -> str:
-  return build.assemble(config).agreement
 
 
 def _state(seed: int):
@@ -128,21 +124,8 @@ def _choose(workdir, at=None) -> restore.Goal:
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
   """What the next process of a node continues from."""
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  checkpoints = checkpoint.Checkpoints(str(folder))
-  try:
+  with contextlib.closing(checkpoint.Checkpoints(str(folder))) as checkpoints:
     return checkpoints.restore(jax.tree.map(lambda _: place, _state(0)), _state(0))
-  finally:
-    checkpoints.close()
-
-
-def _same(first: checkpoint.Restored, other: checkpoint.Restored) -> bool:
-  bits = [
-    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)] for held in (first, other)
-  ]
-  return bits[0] == bits[1] and (first.data_state, first.protocol) == (
-    other.data_state,
-    other.protocol,
-  )
 
 
 # --- What is found --------------------------------------------------------------------------------
@@ -268,11 +251,18 @@ def test_a_folder_without_a_run_is_refused(config, tmp_path):
     _restore(config, tmp_path)
 
 
-def test_another_config_is_refused(workdir):
+@pytest.mark.parametrize(
+  'section, field, value, error',
+  [
+    ('sync', 'gamma', 0.1, 'another config: sync.gamma is 0.1 here, 0.9 there'),
+    ('data', 'corpus', '/nowhere', 'nowhere'),  # it cannot work
+  ],
+)
+def test_another_config_is_refused_before_anything_moves(workdir, section, field, value, error):
   config = stdlib_lm.get_config('tiny')
-  config.sync.gamma = 0.1
+  setattr(getattr(config, section), field, value)
   before = _contents(workdir)
-  with pytest.raises(ValueError, match='another config: sync.gamma is 0.1 here, 0.9 there'):
+  with pytest.raises(ValueError, match=error):
     _restore(config, workdir)
   assert _contents(workdir) == before
 
@@ -374,16 +364,6 @@ __main__.main()
     lineage_lib.read(workdir)
   _restore(config, workdir, '299')
   lineage_lib.read(workdir)
-
-
-def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
-  """Its corpus is gone."""
-  config = copy.deepcopy(config)
-  config.data.corpus = str(workdir / 'nowhere')
-  before = _contents(workdir)
-  with pytest.raises(ValueError, match='nowhere'):
-    _restore(config, workdir)
-  assert _contents(workdir) == before
 
 
 def test_a_run_of_own_loops_goes_back_too(tmp_path):
