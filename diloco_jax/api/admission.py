@@ -79,7 +79,7 @@ def _lock(workdir: pathlib.Path, name: str, cleanup: contextlib.ExitStack) -> st
 
 class Admission:
   """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
-  ended says nothing."""
+  ended sends nothing."""
 
   def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
     self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s

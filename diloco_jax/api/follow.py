@@ -53,7 +53,7 @@ def follow(
   `load_params` has the trained model.
 
   From the store of a run (`workdir`) the models are those of the checkpoints that the syncer copies
-  there: fewer and later ones. The syncer is not asked, and sends nothing.
+  there: fewer and later ones. Nothing is sent to the syncer or by it.
 
   Args:
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these;
@@ -98,7 +98,7 @@ def models(
   workdir: pathlib.Path, place: str, follows: bool, syncer: str, access: addresses.Access
 ) -> Iterator[tuple[int, str, Any]]:
   """For a command: the model of the run in a folder (of `place`: load_params.local), or, if it
-  follows, each newest one; its version (else -1), and what to print before what it says of it.
+  follows, each newest one; its version (else -1), and what the command prints before its own text.
   Raises ValueError, NotInTime."""
   if not follows:
     yield -1, '', load_params.require_all(load_params.load_params(workdir), workdir)

@@ -32,7 +32,7 @@ ERRORS = ValueError, states.StateError, store_lib.StoreError
 
 
 def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
-  """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
+  """The global model of a run, numpy arrays in the tree and the types of the task's loss;
   of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
   stands for one of which each learner has its own. The run may be under way: then it is the model
   of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of

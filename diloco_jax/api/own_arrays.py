@@ -144,13 +144,13 @@ class OwnArrays:
           restored = restored._replace(moments=None)
         yield restored
 
-  def _moments_of(self, found: moments_lib.Found, learner: str) -> dict[str, Any]:
+  def _moments_of(self, restored: moments_lib.Found, learner: str) -> dict[str, Any]:
     """What of a checkpoint is taken: of another learner the state of its optimizer alone, without
     random keys, which are unsigned numbers: two learners would draw the same ones."""
-    if found.learner == learner:
-      return found.moments
+    if restored.learner == learner:
+      return restored.moments
     is_own = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
-    return {name: leaf for name, leaf in found.moments.items() if not is_own(name)}
+    return {name: leaf for name, leaf in restored.moments.items() if not is_own(name)}
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
@@ -180,7 +180,7 @@ def require_alike(first: Any, new: Any, what: str = '') -> None:
 
 def _alike(first: jax.Array, new: Any) -> bool:
   """Whether both have one shape and dtype."""
-  if isinstance(first, jax.Array) and isinstance(new, jax.Array):  # each step asks it of each array
+  if isinstance(first, jax.Array) and isinstance(new, jax.Array):  # called for each in each step
     return first.shape == new.shape and first.dtype == new.dtype
   return _shape(first) == _shape(new)
 

@@ -28,7 +28,7 @@ class Node(NamedTuple):
 
   Attributes:
     work: carries out what the machine asks for between two steps.
-    post: gives the machine an event.
+    post: sends the machine an event.
     fail: ends the node with an error.
     say: prints a line.
     ended: how the machine has ended.

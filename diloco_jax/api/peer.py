@@ -6,7 +6,7 @@
         params = peer.sync(params, tokens=4096, metrics={'loss': loss})
 
 The loop keeps its model, optimizer and data. `sync` is the boundary between two inner
-steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
+steps: it passes the parameters to the protocol and returns those to go on with, the same tree with
 the same dtypes and shardings; a fragment that has arrived is adopted in it. `sync` never waits for
 the network, except after the last step, when the learner waits for the end of the run, and with
 settings of lock step.
@@ -63,7 +63,7 @@ class Peer:
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
-    self._newest: Any = ()  # the newest step's smallest output, if no metric tells its end
+    self._newest: Any = ()  # the newest step's smallest output, if no metric shows its end
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int], int] | None = None
     self._ended_ns = 0  # of the newest step that is recorded
     self.clock: int | None = None
@@ -330,7 +330,7 @@ class Peer:
     return {'step_ns': step_ns, 'data_ns': int(data_s * 1e9), 'saving_ns': between[0]}
 
   def _check(self, named: dict[str, Any], kept: dict[str, Any] | None) -> None:
-    """Raises ValueError: what the loop gives is not like what `join` was given."""
+    """Raises ValueError: the arrays of the loop are not like those of `join`."""
     held, moments = self._arrays.params, self._arrays.moments
     own_arrays.require_alike(held, named)
     for name, first in held.items():

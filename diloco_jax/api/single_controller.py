@@ -45,7 +45,7 @@ _INTERRUPTED = (
 
 
 class IslandsFailed(RuntimeError):
-  """Too few learners are left for an outer step; one line says why and what to do."""
+  """Too few learners are left for an outer step; the text has the reason and the remedy."""
 
 
 class SingleController:
@@ -149,7 +149,7 @@ class SingleController:
   def _live(self, name: str, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs a learner to its end; raises errors that are not of its devices."""
     event_queue = self._event_queues[name] = loop.EventQueue()
-    if self._leaving.is_set():  # since before it could be asked
+    if self._leaving.is_set():  # since before its queue was made
       event_queue.post(events.Stop(reason='the run ends'))
     try:
       return self._train(name, event_queue, recorder)

@@ -1,4 +1,4 @@
-"""What `join` and `sync` take beside a tree of parameters: the whole state of a training loop.
+"""What `join` and `sync` accept beside a tree of parameters: the whole state of a training loop.
 
     a TrainState of flax.training, or one of its kind    its `params`, and `batch_stats` if it has
                                                          them

@@ -89,7 +89,7 @@ class Brought:
   arrived. One learner at a time may bring one.
 
   Args:
-    keep: stores the model, before the learner hears that it has arrived, since it brings it once.
+    keep: stores the model, before the learner gets the answer, since a learner sends it once.
       Raises ValueError for a model that the syncer cannot use; it then waits for another one. The
       learner brings its model to the next syncer after any other error, which `wait` raises.
     answer: to each call (`own_model.Terms`).

@@ -69,7 +69,7 @@ class EndRequests:
     self._last_s = -math.inf
 
   def add(self) -> bool:
-    """Takes a signal. Returns whether it is another request."""
+    """Counts a signal. Returns whether it is another request."""
     now_s = time.monotonic()
     if now_s < self._last_s + self.WITHIN_S:
       return False

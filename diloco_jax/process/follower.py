@@ -42,7 +42,7 @@ class Follower:
   """Receives the newest versions of a run from construction to `close`.
 
   Args:
-    address: tells where the syncer listens; asked at every dial.
+    address: returns where the syncer listens; called at every dial.
     wait_s: for how long no syncer may answer.
   """
 

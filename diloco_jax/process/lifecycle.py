@@ -100,7 +100,7 @@ def ending_on_signals(
     stop: asks the process to end; called with the reason, in the main thread, between any two
       instructions.
     drain_s: the time that an orderly end may take. After it the process exits with `code`.
-    safe: the sentence that says which state is safe in that case.
+    safe: the sentence about the state that is safe in that case.
   """
   requests = exits.EndRequests()
   timers: list[threading.Timer] = []

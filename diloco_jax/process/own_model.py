@@ -145,11 +145,11 @@ def config(
 ) -> run_config.Config:
   """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py. `shards`
   None: each loop has data of its own."""
-  made = own_loop.get_config()
-  made.train.steps, made.data.local = _plain(total_steps), shards is None
-  made.data.shards = made.data.shards if shards is None else _plain(shards)
-  made.sync = sync or made.sync
-  return made
+  settings = own_loop.get_config()
+  settings.train.steps, settings.data.local = _plain(total_steps), shards is None
+  settings.data.shards = settings.data.shards if shards is None else _plain(shards)
+  settings.sync = sync or settings.sync
+  return settings
 
 
 def _plain(number: Any) -> Any:

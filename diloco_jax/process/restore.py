@@ -3,7 +3,7 @@
 A run goes back to a checkpoint of the syncer: the newest that verifies (`latest`), or the newest
 that verifies of those at or before a clock. Parameters, clock, ledger and data cursors come from
 it. Each learner adds the moments of its own newest checkpoint at or before that clock. Checkpoints
-that do not verify are passed over with a line that says what differs. So a log that is refused
+that do not verify are passed over with a line about what differs. So a log that is refused
 because it is damaged is mended, too: the run repeats the outer steps behind the checkpoint. Without
 a checkpoint the run starts over. Learners that the config does not have count as having left.
 
@@ -233,7 +233,7 @@ def _go_back(
     changing='',
   )
   load.write(workdir, config)
-  (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
+  (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may be that of an ended run
   lineage_lib.write(workdir, after)
   from_there = f'continues from the checkpoint of clock {goal.clock}'
   say(f'the run {from_there if at else "starts over: its syncer has saved no checkpoint"}')

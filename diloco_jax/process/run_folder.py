@@ -132,9 +132,9 @@ def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStac
     folder = tempfile.mkdtemp(prefix='diloco-')  # a TemporaryDirectory would end with any fork
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
-  made = pathlib.Path(workdir).absolute()
-  claim(made)
-  return made
+  path = pathlib.Path(workdir).absolute()
+  claim(path)
+  return path
 
 
 def lock(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files_lib.Files]:
