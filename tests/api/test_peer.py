@@ -296,12 +296,13 @@ def test_the_arrays_that_join_was_given_do_not_live_on():
   params = _params()
   opt_state = _TX.init(params)
   given = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, opt_state))]
-  with _joined(params, 120, _sync(learners=1), opt_state=opt_state) as (_, peer):
-    params, opt_state = peer.params, peer.opt_state
-    _, words = next(peer.steps(_batch))
-    params, opt_state, _ = _step(params, opt_state, words)
-    params = peer.sync(params, tokens=words.size, opt_state=opt_state)
-    assert not any(leaf() is not None for leaf in given)
+  with diloco_jax.run_syncer(total_steps=120, sync=_sync(learners=1)) as server:
+    with diloco_jax.join(params, syncer=server.address, opt_state=opt_state) as peer:
+      params, opt_state = peer.params, peer.opt_state
+      _, words = next(peer.steps(_batch))
+      params, opt_state, _ = _step(params, opt_state, words)
+      params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+      assert not any(leaf() is not None for leaf in given)
 
 
 def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
