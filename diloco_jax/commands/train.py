@@ -108,8 +108,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
       stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED
     ),
     exits.log_failures(),
-    lifecycle.checkpoint_errors_as_exits(),
-    exits.never_retry(ValueError, files_lib.DirectoryError),
+    lifecycle.errors_as_exits(),
   ):
     ended = controller.outcome()
   if asked:

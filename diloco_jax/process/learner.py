@@ -29,7 +29,6 @@ from diloco_jax.node import loop, ports
 from diloco_jax.process import dial, exits, lifecycle, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
 LEARNER_SAFE = (
@@ -86,10 +85,7 @@ def _run(
     stopped.set()
     event_queue.post(events.Stop(reason=reason))
 
-  with (
-    lifecycle.checkpoint_errors_as_exits(),
-    exits.never_retry(ValueError, files_lib.DirectoryError),
-  ):
+  with lifecycle.errors_as_exits():
     assembled = build.assemble(config)
     if leads and resolve is None:
       run_folder.write_config(folder, config)

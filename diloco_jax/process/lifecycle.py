@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from diloco_jax.process import accelerators, exits, run_folder
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import grpc_session
@@ -81,10 +82,12 @@ def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Reco
 
 
 @contextlib.contextmanager
-def checkpoint_errors_as_exits() -> Iterator[None]:
-  """Ends the process with one line and exit code 74 if a checkpoint or the store fails."""
+def errors_as_exits() -> Iterator[None]:
+  """Ends the process with one line: exit code 74 if a checkpoint or the store fails, 42 after a
+  ValueError or DirectoryError."""
   try:
-    yield
+    with exits.never_retry(ValueError, files_lib.DirectoryError):
+      yield
   except (states.StateError, store_lib.StoreError) as error:
     raise exits.DiskFailed(exits.one_line(error)) from error
 

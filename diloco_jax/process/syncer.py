@@ -20,7 +20,6 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, json_files, states, wal
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -227,8 +226,7 @@ def main(
   with (
     lifecycle.ending_on_signals(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
-    lifecycle.checkpoint_errors_as_exits(),
-    exits.never_retry(ValueError, files_lib.DirectoryError),
+    lifecycle.errors_as_exits(),
   ):
     if assembled is None:
       result = syncer.run_loops(brought if init else None)

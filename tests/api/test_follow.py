@@ -1,6 +1,7 @@
 """Following a run: a real syncer, a loop that trains, and followers in the same program."""
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -52,10 +53,7 @@ def _equal(ours: dict[str, np.ndarray], theirs: dict[str, jax.Array]) -> None:
     assert ours[name].dtype == leaf.dtype and ours[name].tobytes() == np.asarray(leaf).tobytes()
 
 
-@contextlib.contextmanager
-def _syncer(**settings):
-  with diloco_jax.run_syncer(_init, total_steps=STEPS, **settings) as server:
-    yield server
+_syncer = functools.partial(diloco_jax.run_syncer, _init, total_steps=STEPS)
 
 
 def test_a_follower_has_the_bits_of_the_syncer_through_its_restart(tmp_path, monkeypatch):
