@@ -129,7 +129,7 @@ class Syncer:
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
         ports = post, payloads, dial.limits(assembled)
-        terms = own_model.Terms(assembled.agreement.encode())
+        terms = own_model.Terms(assembled.agreement)
         if assembled.about:
           terms = own_model.Terms.decode(assembled.about)
         about = terms._replace(run=lineage_lib.begun(self.folder).run).encode()
