@@ -5,16 +5,16 @@ import pathlib
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from typing import Any
 
 from diloco_jax.certs import check as check_lib
 from diloco_jax.certs import names, proofs
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.node import loop, ports
-from diloco_jax.process import bring, dial, own_model
-from diloco_jax.protocol import events, ids, messages
-from diloco_jax.report import header
+from diloco_jax.process import bring, own_model
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import events, ids, messages, safe_json
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
@@ -22,26 +22,37 @@ NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, wit
 
 
 def meet(
-  model: own_model.Model,
-  config: run_config.Config,
-  address: Callable[[], str],
-  wait_s: float,
-  learner: str,
-  workdir: pathlib.Path,
-  syncer: str,
-  access: addresses.Access,
-  cleanup: contextlib.ExitStack,
-) -> tuple[str, str, str]:
-  """Which learner this is, the settings of the run, '': it has ended, and its name, '': it begins.
-  Of several hosts the lead asks for all."""
-  settings = run = ''
-  if hosts_lib.leads():
-    learner = learner or choose(workdir, access, cleanup)
-    dial.require_own_certificate(access, learner)
-    header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
-    with contextlib.suppress(addresses.RunEnded):
-      settings, run = bring.meet(model, config, address, access, wait_s)
-  return hosts_lib.of_lead(learner), hosts_lib.of_lead(settings), hosts_lib.of_lead(run)
+  model: own_model.ModelDescription, config: run_config.Config, *where: Any
+) -> own_model.Terms | None:
+  """Brings the model to a syncer that has none; returns its terms, None: the run has ended. Of
+  several hosts the lead calls for all. Raises ValueError for another model or setting, and as
+  `bring.bring`, whose arguments follow. Settings of `config` that are not 0, or in `sync` not the
+  default, must be the syncer's."""
+  answer = b''
+  default = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
+  required = dict(config.agreement().items() - default) | _arrays(model)
+  try:
+    for sent in (own_model.NO_MODEL, model) if hosts_lib.leads() else ():
+      answer = bring.bring(sent, *where)
+      terms = own_model.Terms.decode(answer)
+      shared = terms.applied_to(config)
+      known = own_model.from_header(terms.model, dict) if terms.model else model
+      here = agreement_lib.encode(shared.agreement() | required)
+      syncers = agreement_lib.encode(safe_json.parse_object(terms.settings) | _arrays(known))
+      if refusal := agreement_lib.refusal(here, syncers):
+        raise ValueError(refusal)
+      if terms.model:
+        break
+      own_model.complete(model, shared)
+  except addresses.RunEnded:
+    answer = b''
+  answer = hosts_lib.of_lead(answer.decode())
+  return own_model.Terms.decode(answer.encode()) if answer else None
+
+
+def _arrays(model: own_model.ModelDescription) -> dict[str, str]:
+  shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
+  return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:
@@ -68,7 +79,7 @@ def _lock(workdir: pathlib.Path, name: str, cleanup: contextlib.ExitStack) -> st
 
 class Admission:
   """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
-  ended says nothing."""
+  ended sends nothing."""
 
   def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
     self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s

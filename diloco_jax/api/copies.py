@@ -131,12 +131,14 @@ class Copies:
     self._remember(params)
     return moved
 
-  def restored(self, params: Named, kept: Named, taken: Collection[str], copied: Named) -> None:
+  def restore(
+    self, params: Named, kept: Named, restored_names: Collection[str], copied: Named
+  ) -> None:
     """The names in `taken` are those of a checkpoint, whose copies are of the parameters `copied`;
     {}: these are not known, since none has moved."""
     self._hold(params, kept)
     for path, group in self._groups.items():
-      if group.keys() <= set(taken):
+      if group.keys() <= set(restored_names):
         self._before |= {name: copied.get(of) for name, of in group.items()}
         if path in self._judged and copied and not _equal(copied, kept, group):
           self._kinds[path] = _STAYS
@@ -155,7 +157,7 @@ class Copies:
 
   def _samples(self, params: Named, kept: Named) -> list[Any]:
     pair = lambda name, of: (beside(kept[name], params[of]), kept[name])
-    groups = [[pair(*one) for one in self._groups[path].items()] for path in self._judged]
+    groups = [[pair(*names) for names in self._groups[path].items()] for path in self._judged]
     return _sampled(groups) if groups else []
 
   def _judge(self, seen: Any, kept: Named) -> None:
@@ -209,8 +211,8 @@ def _lead(before: tuple[jax.Array, ...], now: tuple[jax.Array, ...]) -> jax.Arra
   weights, the count of steps and b, when y was last adopted and at present."""
   weight, steps, b = (jnp.float32(value) for value in now)
   share = jnp.nan_to_num((weight - before[0].astype(jnp.float32)) / weight)
-  made = steps - before[1].astype(jnp.float32)
-  return jnp.where(made > 0, 1 / (1 - b + b * share * (made + 1) / (2 * made)), 1.0)
+  new_steps = steps - before[1].astype(jnp.float32)
+  return jnp.where(new_steps > 0, 1 / (1 - b + b * share * (new_steps + 1) / (2 * new_steps)), 1.0)
 
 
 def groups_of(params: Named, kept: Named) -> dict[str, dict[str, str]]:
@@ -229,7 +231,7 @@ def groups_of(params: Named, kept: Named) -> dict[str, dict[str, str]]:
       name = tails[path[start:]]
       if leaf.shape == params[name].shape:
         groups[path[:start].strip('/')][path] = name
-  return {at: one for at, one in groups.items() if len(one) in (len(tails), below[at])}
+  return {at: group for at, group in groups.items() if len(group) in (len(tails), below[at])}
 
 
 def _equal(params: Named, kept: Named, group: dict[str, str]) -> bool:

@@ -53,7 +53,7 @@ def follow(
   `load_params` has the trained model.
 
   From the store of a run (`workdir`) the models are those of the checkpoints that the syncer copies
-  there: fewer and later ones. The syncer is not asked, and sends nothing.
+  there: fewer and later ones. Nothing is sent to the syncer or by it.
 
   Args:
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these;
@@ -98,10 +98,10 @@ def models(
   workdir: pathlib.Path, place: str, follows: bool, syncer: str, access: addresses.Access
 ) -> Iterator[tuple[int, str, Any]]:
   """For a command: the model of the run in a folder (of `place`: load_params.local), or, if it
-  follows, each newest one; its version (else -1), and what to print before what it says of it.
+  follows, each newest one; its version (else -1), and what the command prints before its own text.
   Raises ValueError, NotInTime."""
   if not follows:
-    yield -1, '', load_params.load_all(workdir)
+    yield -1, '', load_params.require_all(load_params.load_params(workdir), workdir)
     return
   where = {'tls': access.tls, 'plaintext_loopback': access.plaintext_loopback}
   where['workdir'] = workdir if syncer or not place.startswith(folders.BUCKET) else place
@@ -117,12 +117,11 @@ def _described(
 ) -> build.Assembly:
   """The objects of a run of own loops, as its syncer describes it; waits until it has a model."""
   while True:
-    asks = own_model.Model({}, {}, dict)
-    settings, header, _ = own_model.told(bring.bring(asks, address, access, wait_s))
-    if header:
-      config = own_model.taken(own_model.config(0, None, 0), settings)
-      return own_model.complete(own_model.from_header(header, dict), config)
-    if 'layout' in safe_json.parse_object(settings):
+    terms = own_model.Terms.decode(bring.bring(own_model.NO_MODEL, address, access, wait_s))
+    if terms.model:
+      config = terms.applied_to(own_model.config(0, None, 0))
+      return own_model.complete(own_model.from_header(terms.model, dict), config)
+    if 'layout' in safe_json.parse_object(terms.settings):
       raise ValueError(
         'this run has a task: give `workdir`, its folder, or one with copies of its config.json '
         'and its tokenizer'
@@ -142,8 +141,8 @@ def _models(
   with contextlib.closing(
     follower_process.Follower(assembled, address, access, wait_s)
   ) as follower:
-    while (found := follower.newest()) is not None:
-      version, named = found
+    while (model := follower.newest()) is not None:
+      version, named = model
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, where)
       yield version, params
@@ -157,7 +156,7 @@ def _copied(
   seen, last, renewed, damaged, failed = '', None, None, '', ''
   deadline_s = time.monotonic() + wait_s
   while time.monotonic() < deadline_s:
-    found = ended = None
+    model = ended = None
     try:
       claim, generation = claim_lib.read(store)
       if generation != renewed:
@@ -168,13 +167,13 @@ def _copied(
       failed = '' if claim else f': it has no {claim_lib.NAME}'
       if newest not in ('', seen):
         seen, damaged = newest, ''
-        found = _in_copy(theta, store, newest, lineage.run)
+        model = _in_copy(theta, store, newest, lineage.run)
     except states.Damaged as error:  # the next one may do
       damaged = f': {exits.one_line(error)}'
     except store_lib.StoreError as error:
       failed = f': {exits.one_line(error)}'
-    if found and (lineage.part, found[0]) != last:  # the end of a process saves once more
-      version, named = found
+    if model and (lineage.part, model[0]) != last:  # the end of a process saves once more
+      version, named = model
       last = lineage.part, version
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, place)
@@ -193,8 +192,8 @@ def _in_copy(
   theta: global_model.Theta, store: store_lib.Store, name: str, run: str
 ) -> tuple[int, dict[str, Any]]:
   """The version and the arrays of a copy. Raises Damaged, StoreError."""
-  with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
-    folder = pathlib.Path(made, str(states.number(name)))
+  with tempfile.TemporaryDirectory(prefix='diloco-') as temporary, jax.set_mesh(None):
+    folder = pathlib.Path(temporary, str(states.number(name)))
     states.fetch(store, name, folder, f'syncer/{states.number(name)}', run)
     manifest, params = load_params.in_checkpoint(theta, folder)
     return sum(manifest.record['protocol']['versions']), arrays.by_name(params)

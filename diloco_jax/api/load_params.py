@@ -32,7 +32,7 @@ ERRORS = ValueError, states.StateError, store_lib.StoreError
 
 
 def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
-  """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
+  """The global model of a run, numpy arrays in the tree and the types of the task's loss;
   of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
   stands for one of which each learner has its own. The run may be under way: then it is the model
   of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
@@ -74,10 +74,10 @@ def in_tree(
 
 def _into(given: Any, values: dict[str, Any], place: str) -> Any:
   form = loop_states.Form(given)
-  mine, beside = form.split(given)
-  kept = {name: leaf for name, leaf in mine.items() if name in values and values[name] is None}
+  own, beside = form.split(given)
+  kept = {name: leaf for name, leaf in own.items() if name in values and values[name] is None}
   shape_of = lambda named: {name: np.shape(leaf) for name, leaf in named.items()}
-  arrays.require_shapes(place, shape_of(values | kept), shape_of(mine))
+  arrays.require_shapes(place, shape_of(values | kept), shape_of(own))
 
   def put(name: str, leaf: Any) -> Any:
     if name in kept:
@@ -88,7 +88,7 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
     value = values[name].astype(leaf.dtype)
     return jax.device_put(value, leaf.sharding if leaf.committed else None)
 
-  return form.rebuild({name: put(name, leaf) for name, leaf in mine.items()}, beside)[0]
+  return form.rebuild({name: put(name, leaf) for name, leaf in own.items()}, beside)[0]
 
 
 @contextlib.contextmanager
@@ -100,11 +100,11 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
     yield pathlib.Path(place).absolute()
     return
   store = store_lib.Store(str(place))
-  with tempfile.TemporaryDirectory(prefix='diloco-') as made:
-    copy = pathlib.Path(made)
+  with tempfile.TemporaryDirectory(prefix='diloco-') as temporary:
+    copy = pathlib.Path(temporary)
     for name in (name for prefix in load.WRITTEN for name in store.names(prefix)):
-      if '/' not in name and (found := store.read(name)):
-        json_files.replace(copy / name, found.data)
+      if '/' not in name and (content := store.read(name)):
+        json_files.replace(copy / name, content.data)
     if not (copy / load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
     if store.read(f'{(own := folders.OWN_MODEL)}/{states.MANIFEST}'):
@@ -112,7 +112,7 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
     claim, _ = claim_lib.read(store)
     lineage = claim.lineage if claim else lineage_lib.Lineage()
 
-    def found() -> list[str]:
+    def candidates() -> list[str]:
       has_model = store.read(f'{folders.MODEL}/{states.MANIFEST}') is not None
       return [*states.copies(store, lineage.part), *[folders.MODEL] * has_model]
 
@@ -122,7 +122,7 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
       to = folders.syncer_folder(copy) / folders.CHECKPOINTS / str(states.number(name))
       return states.fetch(store, name, to, f'syncer/{to.name}', lineage.run)
 
-    states.newest(found, fetch, _warn)
+    states.newest(candidates, fetch, _warn)
     yield copy
 
 
@@ -135,12 +135,6 @@ def is_store(place: str | pathlib.Path) -> bool:
 
 def _warn(place: Any, error: Exception) -> None:
   warnings.warn(f'{error}: an older checkpoint is tried', stacklevel=4)
-
-
-def load_all(workdir: pathlib.Path) -> Any:
-  """The same for who needs every parameter. Raises ValueError, also if each learner has some of its
-  own."""
-  return require_all(load_params(workdir), workdir)
 
 
 def require_all(params: Any, workdir: pathlib.Path) -> Any:
@@ -190,8 +184,8 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
           raise states.Damaged(f'{path} is older than checkpoint {number}')
     return tree
 
-  found = lambda: [*map(checkpoint, folders.checkpoints(node)), *[model] * model.is_dir()]
-  tree = states.newest(found, use, _warn)
+  candidates = lambda: [*map(checkpoint, folders.checkpoints(node)), *[model] * model.is_dir()]
+  tree = states.newest(candidates, use, _warn)
   if tree is None and not folders.log_folder(workdir).is_dir():
     tree = _of_baseline(assembled, folders.of_learners(workdir, assembled.config.train.store))
   if tree is None:

@@ -1,6 +1,7 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,25 +30,34 @@ class OwnArrays:
   """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
   device stay so, since a jitted step is compiled anew for committed ones."""
 
-  def __init__(
-    self,
-    params: dict[str, jax.Array],
-    moments: dict[str, jax.Array] | None,
-    form: loop_states.Form | None = None,
-  ):
-    """`form`: of what the loop gives."""
+  def __init__(self, form: loop_states.Form, params: Any, opt_state: Any):
+    """What a loop gives to `join`, of this form. Raises ValueError."""
+    self.form = form
     self.checkpoints: checkpoint.Checkpoints | None = None
-    self.replicated = _replicated(params)
+    named, kept = form.split(params, opt_state)
+    named = jax.tree.map(copies.own, own_model.as_arrays(named, 'params'))
+    kept = jax.tree.map(copies.own, own_model.as_arrays(kept, 'opt_state'))
+    several = hosts_lib.are_several(named)
+    put = (lambda tree: hosts_lib.on_all(tree, named)) if several else jax.device_put
+    self.params, self.moments = put((named, kept))
+    self.replicated = _replicated(self.params)
     self.shardings = _Shardings(
-      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
-      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
+      {name: self.replicated and leaf.sharding for name, leaf in self.params.items()},
+      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, self.moments),
     )
-    self.params, self.moments = params, moments
-    self._optimizer = form.optimizer if form else set(moments or ())
-    self.copies = copies.Copies(params, moments or {}, form.nodes if form else {})
-    self.devices = next(iter(params.values())).devices()
+    self.copies = copies.Copies(self.params, self.moments or {}, form.nodes)
+    self.devices = next(iter(self.params.values())).devices()
     self.shard, self.next_index = 0, 0
     self.tokens_per_step = 0  # in the newest step
+
+  def describe(self) -> own_model.ModelDescription:
+    """The model for the syncer. All hosts of a learner call it together: the lead gets the values
+    of all."""
+    model = own_model.describe(self.params, self.form.label)
+    if jax.process_count() > 1:
+      sent = {name: self.params[name] for name in model.shapes}
+      model = dataclasses.replace(model, values=hosts_lib.gather(sent))
+    return model
 
   @property
   def consumed(self) -> bool:
@@ -103,7 +113,7 @@ class OwnArrays:
     return {name: self.params[name] for name in self.copies.params}
 
   @contextlib.contextmanager
-  def saved(
+  def saving(
     self,
     workdir: pathlib.Path,
     learner: str,
@@ -122,72 +132,25 @@ class OwnArrays:
         locked.lock('learner')
       saved = checkpoint.Checkpoints(root, config.sync.keep_every)
       with contextlib.closing(saved) as self.checkpoints:
-        found = moments_lib.find(place, learner, self.moments, say, run=run)
-        hosts_lib.require_same('the state', str(found and (found.learner, found.step)))
-        if found is not None:
-          taken = self._taken(found, learner)
-          self.take(self.params, self.moments | taken)
-          of = moments_lib.find(place, found.learner, self._copied(), say, 'copied')
-          alike = of is not None and of[:2] == found[:2]
+        restored = moments_lib.find(place, learner, self.moments, say, run=run)
+        hosts_lib.require_same('the state', str(restored and (restored.learner, restored.step)))
+        if restored is not None:
+          moments = self._moments_of(restored, learner)
+          self.take(self.params, self.moments | moments)
+          of = moments_lib.find(place, restored.learner, self._copied(), say, 'copied')
+          alike = of is not None and of[:2] == restored[:2]
           copied = jax.tree.map(jnp.asarray, of.moments) if alike else {}
-          self.copies.restored(self.params, self.moments, taken, copied)
-          found = found._replace(moments=None)
-        yield found
+          self.copies.restore(self.params, self.moments, moments, copied)
+          restored = restored._replace(moments=None)
+        yield restored
 
-  def _taken(self, found: moments_lib.Found, learner: str) -> dict[str, Any]:
+  def _moments_of(self, restored: moments_lib.Found, learner: str) -> dict[str, Any]:
     """What of a checkpoint is taken: of another learner the state of its optimizer alone, without
     random keys, which are unsigned numbers: two learners would draw the same ones."""
-    if found.learner == learner:
-      return found.moments
-    mine = lambda name: name not in self._optimizer or self.moments[name].dtype.kind == 'u'
-    return {name: leaf for name, leaf in found.moments.items() if not mine(name)}
-
-
-class Watch:
-  """Compares the first step after the first adoption with one array as it was before and after it:
-  a loop that computes its parameters from a tree of its own undoes each merge."""
-
-  def __init__(self, params: dict[str, jax.Array]):
-    counted = own_model.statistics(params)
-    fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
-    names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
-    self._name = max(names, key=lambda name: params[name].size, default=None)
-    self._steps, self._begun, self._kept = 0, None, ()
-
-  @contextlib.contextmanager
-  def boundary(self, held: OwnArrays) -> Iterator[None]:
-    """Around the work of a boundary, which may consume the array."""
-    trained = held.params.get(self._name)
-    before = None if trained is None else jnp.copy(trained)
-    yield
-    self._steps += 1
-    if trained is not None:
-      after = jnp.copy(held.params[self._name])
-      if held.params[self._name] is not trained:
-        # In fewer steps a merge moves no farther than a step, which may well go back.
-        self._kept = (self._begun, before, after) if self._steps >= 4 else ()
-        self._steps = 0
-      self._begun = after
-
-  def undone(self, params: dict[str, Any]) -> str:
-    """The name of the array if the loop's step, the first after an adoption, has undone it: it is
-    far longer than the one before, and goes back. A step of usual length that goes back is none."""
-    name, kept, self._kept = self._name, self._kept, ()
-    if not kept:
-      return ''
-    begun, before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
-    self._name = None if (before != adopted).any() else name
-    short = max(map(np.linalg.norm, (now - before, before - begun)))
-    return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''
-
-
-def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
-  """The arrays of the user as those of jax, on all hosts of the learner."""
-  own = lambda tree, what: jax.tree.map(copies.own, own_model.as_arrays(tree, what))
-  params, opt_state = own(params, 'params'), own(opt_state, 'opt_state')
-  if hosts_lib.are_several(params):
-    return hosts_lib.on_all(params, params), hosts_lib.on_all(opt_state, params)
-  return jax.device_put(params), jax.device_put(opt_state)
+    if restored.learner == learner:
+      return restored.moments
+    is_own = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
+    return {name: leaf for name, leaf in restored.moments.items() if not is_own(name)}
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
@@ -208,23 +171,23 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
   return shardings[0]
 
 
-def require_alike(mine: Any, its: Any, what: str = '') -> None:
+def require_alike(first: Any, new: Any, what: str = '') -> None:
   """Raises ValueError if a tree has other arrays than the one that `join` was given."""
-  same = jax.tree.structure(mine) == jax.tree.structure(its)
-  if not (same and all(map(_alike, jax.tree.leaves(mine), jax.tree.leaves(its)))):
-    raise ValueError(f'{what}{_difference(mine, its)}')
+  same = jax.tree.structure(first) == jax.tree.structure(new)
+  if not (same and all(map(_alike, jax.tree.leaves(first), jax.tree.leaves(new)))):
+    raise ValueError(f'{what}{_difference(first, new)}')
 
 
-def _alike(mine: jax.Array, its: Any) -> bool:
+def _alike(first: jax.Array, new: Any) -> bool:
   """Whether both have one shape and dtype."""
-  if isinstance(mine, jax.Array) and isinstance(its, jax.Array):  # each step asks it of each array
-    return mine.shape == its.shape and mine.dtype == its.dtype
-  return _shape(mine) == _shape(its)
+  if isinstance(first, jax.Array) and isinstance(new, jax.Array):  # called for each in each step
+    return first.shape == new.shape and first.dtype == new.dtype
+  return _shape(first) == _shape(new)
 
 
-def _difference(mine: Any, its: Any) -> str:
+def _difference(first: Any, new: Any) -> str:
   """The first leaf that differs in two trees, by its path, and both sides."""
-  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (mine, its))
+  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (first, new))
   for path in {**ours, **theirs}:
     before, now = map(_shape, (ours.get(path), theirs.get(path)))
     if before != now:

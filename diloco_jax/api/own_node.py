@@ -17,6 +17,7 @@ from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.transport import payloads as payloads_lib
@@ -27,10 +28,11 @@ class Node(NamedTuple):
 
   Attributes:
     work: carries out what the machine asks for between two steps.
-    post: gives the machine an event.
+    post: sends the machine an event.
     fail: ends the node with an error.
     say: prints a line.
     ended: how the machine has ended.
+    restored_step: of the checkpoint that the moments come from, None: there is none.
   """
 
   work: learner_work.LearnerWork
@@ -38,30 +40,38 @@ class Node(NamedTuple):
   fail: Callable[[BaseException], None]
   say: Callable[[str], None]
   ended: futures.Future[actions.Exit]
+  restored_step: int | None
 
 
-def lead(
+def begin(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
+  run: str,
   learner: str,
-  found: moments_lib.Found | None,
-  cleanup: contextlib.ExitStack,
-  event_queue: loop.EventQueue,
   folder: pathlib.Path,
+  saves: bool,
   connect: ports.MakeTransport,
   wait_s: float,
+  cleanup: contextlib.ExitStack,
 ) -> Node:
-  """Begins the node of a learner, or of the host that leads it, until `cleanup`.
+  """Begins the node of a learner, or of one of its hosts, until `cleanup`.
 
   Args:
-    found: the checkpoint that its moments come from.
-    folder: for its tape and records.
+    run: its name, '': it begins.
+    folder: for its tape, its records and its checkpoints.
+    saves: whether its moments are saved, and begin with saved ones.
     wait_s: how long the syncer has to admit it.
   """
-  payloads = payloads_lib.PayloadStore()
-  own = found if found is not None and found.learner == learner else None
+  say = lambda text: header.say(f'[{learner}] {text}')
+  restored = None
+  if saves and arrays.moments is not None:
+    restored = cleanup.enter_context(arrays.saving(folder, learner, assembled.config, run, say))
+  if not hosts_lib.leads():
+    return _led(arrays, assembled, learner, restored, cleanup)
+  event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
+  own = restored if restored is not None and restored.learner == learner else None
   store = folders.of_learners(folder, assembled.config.train.store)
-  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
+  origin = restored, moments_lib.told(restored, store, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(folder, learner, prefix=f'[{learner}] '))
   )
@@ -91,25 +101,27 @@ def lead(
       None if own or arrays.moments is None else origin,
     )
   )
-  return Node(work, event_queue.post, event_queue.fail, records.say, ended)
+  return Node(
+    work, event_queue.post, event_queue.fail, records.say, ended, restored and restored.step
+  )
 
 
-def led(
+def _led(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
   learner: str,
-  found: moments_lib.Found | None,
+  restored: moments_lib.Found | None,
   cleanup: contextlib.ExitStack,
 ) -> Node:
-  """As `lead`, on another host, which has no machine."""
+  """The node of a host that does not lead: it has no machine."""
   records = hosts_lib.quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
   hosts_lib.ready()
   cleanup.enter_context(work.threads())
-  if found is None or found.learner != learner:
+  if restored is None or restored.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()
   ended.set_result(hosts_lib.ENDED_BY_LEAD)
   nowhere = lambda event: None
-  return Node(work, nowhere, nowhere, records.say, ended)
+  return Node(work, nowhere, nowhere, records.say, ended, restored and restored.step)

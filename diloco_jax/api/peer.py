@@ -6,7 +6,7 @@
         params = peer.sync(params, tokens=4096, metrics={'loss': loss})
 
 The loop keeps its model, optimizer and data. `sync` is the boundary between two inner
-steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
+steps: it passes the parameters to the protocol and returns those to go on with, the same tree with
 the same dtypes and shardings; a fragment that has arrived is adopted in it. `sync` never waits for
 the network, except after the last step, when the learner waits for the end of the run, and with
 settings of lock step.
@@ -20,6 +20,7 @@ import pathlib
 import signal
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,11 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.api import admission as admission_lib
+from diloco_jax.api import advice as advice_lib
 from diloco_jax.api import own_arrays, own_node
 from diloco_jax.api import states as loop_states
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts as hosts_lib
-from diloco_jax.node import loop
 from diloco_jax.process import dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.process import learner as learner_process
 from diloco_jax.protocol import config as config_lib
@@ -53,25 +54,16 @@ class Peer:
   thread. The run ends at the clock `total_steps`."""
 
   def __init__(
-    self,
-    form: loop_states.Form,
-    params: dict[str, jax.Array],
-    moments: dict[str, jax.Array] | None,
-    total_steps: int,
-    learner: str,
+    self, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.Node | None
   ):
-    self._form, self._arrays = form, own_arrays.OwnArrays(params, moments, form)
     self.total_steps, self.learner = total_steps, learner
-    self._node: own_node.Node  # once the run has steps left for it
-    self._taken = False  # the loop has read `params`
-    self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
-    self._unread = ''  # what says that the moments of a checkpoint are not read by the loop
-    self._warned = False
-    self._watch = own_arrays.Watch(self._arrays.params)
+    self._arrays = arrays
+    self._node = typing.cast(own_node.Node, node)  # None: the run has ended
+    self._advice = advice_lib.Advice(arrays.params, node and node.restored_step)
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
-    self._newest: Any = ()  # the newest step's smallest output, if no metric tells its end
+    self._newest: Any = ()  # the newest step's smallest output, if no metric shows its end
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int], int] | None = None
     self._ended_ns = 0  # of the newest step that is recorded
     self.clock: int | None = None
@@ -79,19 +71,60 @@ class Peer:
     self._stepping = False  # the loop uses `steps`
     self._process, self._calls = os.getpid(), threading.Lock()
 
+  @classmethod
+  def of_ended(cls, arrays: own_arrays.OwnArrays, total_steps: int, learner: str) -> 'Peer':
+    """A learner of a run that has ended: it has no steps."""
+    header.say(
+      f'[{learner}] the run has ended: there are no steps left. peer.params are those that '
+      'join was given, diloco_jax.load_params has the model of the run'
+    )
+    return cls(arrays, total_steps or 1, learner, None)
+
+  @classmethod
+  def begin(
+    cls, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.Node
+  ) -> 'Peer':
+    """A learner before its first step, with the parameters of the run."""
+    for line in arrays.form.describe():
+      node.say(line)
+    new = cls(arrays, total_steps, learner, node)
+    new._next()
+    if arrays.form.in_place:
+      _ = new.params  # the loop's objects have them from here on
+    return new
+
+  @contextlib.contextmanager
+  def driven_by_loop(self) -> Iterator[None]:
+    """The time of the loop; then ends the learner."""
+    if self.clock is None:
+      self._require_well()
+      self._node.say('the run has ended: there are no steps left')
+    try:
+      with self._stopping_on_sigterm():
+        yield
+    finally:
+      lost = os.getpid() != self._process or self._leave()
+      if self._arrays.form.in_place and not lost:
+        _ = self.params  # what has been adopted since the last sync
+    if not lost:
+      self._node.say(self._require_well())
+
   @property
   def params(self) -> Any:
     """The parameters to go on with, or the state, if `join` was given one."""
-    self._taken = True
-    return self._form.rebuild(self._arrays.params, self._arrays.moments)[0]
+    self._advice.params_read = True
+    return self._rebuild()[0]
 
   @property
   def opt_state(self) -> Any:
     """The inner optimizer's state to go on with. To begin with it is that of a checkpoint, or else
     the one given. After a sync it differs from the one given to it where that has copies of the
     parameters, which have moved as these have (docs/your_model.md)."""
-    self._stale = self._unread = ''
-    return self._form.rebuild(self._arrays.params, self._arrays.moments)[1]
+    self._advice.moments_read()
+    return self._rebuild()[1]
+
+  def _rebuild(self) -> tuple[Any, Any]:
+    return self._arrays.form.rebuild(self._arrays.params, self._arrays.moments)
 
   @property
   def shard(self) -> tuple[int, int]:
@@ -197,10 +230,10 @@ class Peer:
         raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
-    named, kept = self._form.split(params, opt_state)
+    named, kept = self._arrays.form.split(params, opt_state)
     if opt_state is None:  # a whole state, of which the last sync has returned all
-      self._stale = self._unread = ''
-    if not self._taken:  # a first step, on arrays that are not the run's
+      self._advice.moments_read()
+    if not self._advice.params_read:  # a first step, on arrays that are not the run's
       if self._arrays.consumed:
         raise RuntimeError(
           'the first step has consumed the arrays that join was given (donate_argnums), and the '
@@ -210,27 +243,13 @@ class Peer:
       return self.params
     held, copies = self._arrays.params, self._arrays.copies
     self._check(named, kept)
-    if self._unread:
-      self._node.say(self._unread)
-      self._unread = ''
-    if (undone := self._watch.undone(named)) and not self._warned:
-      self._node.say(
-        f'{undone}: the first step after the adoption of a merged value has gone back to about the '
-        'value before it, and was more than twice as long as the step before. If each step of the '
-        'loop reaches its goal at once, nothing is wrong. If the loop computes its parameters from '
-        'a tree of its own, it undoes each merge: write what `peer.sync` returns into that tree '
-        '(docs/your_model.md)'
-      )
+    for text in self._advice.of_step(named):
+      self._node.say(text)
     with self._ends_with_an_error():
       self._arrays.take(named, kept)
       copies.take(self._arrays.params, self._arrays.moments or {})
-      if self._stale and copies.moves(self._stale) and not self._warned:
-        self._warned = True
-        self._node.say(
-          f'opt_state: {self._stale} is a copy of a parameter, and has stayed where it was when a '
-          'merged value was adopted: a step that computes from it undoes the merge. Nothing is '
-          'lost: take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
-        )
+      for text in self._advice.of_copies(self._arrays):
+        self._node.say(text)
       if copies.moving:
         self._node.work.exchange.borrow()
       trained = self._arrays.params
@@ -240,9 +259,9 @@ class Peer:
       metrics = {name: _kept_metric(value) for name, value in metrics.items()}
       self._measure(self.clock, tokens, metrics)
       if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
-        made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
-        self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
-      with self._watch.boundary(self._arrays):
+        changed = [leaf for name, leaf in trained.items() if leaf is not held[name]]
+        self._newest = [jnp.copy(leaf) for leaf in sorted(changed, key=lambda leaf: leaf.size)[:1]]
+      with self._advice.boundary(self._arrays):
         self._next()
       return self.params
 
@@ -284,15 +303,15 @@ class Peer:
       jax.block_until_ready(self._unrecorded[0].metrics)
     jax.block_until_ready(self._newest)
     times = self._record()
-    made = [*metrics.values()]
-    if not any(hasattr(one, 'is_ready') for one in made):
-      made.append(min(self._arrays.params.values(), key=lambda leaf: leaf.size))
+    outputs = [*metrics.values()]
+    if not any(hasattr(output, 'is_ready') for output in outputs):
+      outputs.append(min(self._arrays.params.values(), key=lambda leaf: leaf.size))
     if waits:
-      jax.block_until_ready(made)
+      jax.block_until_ready(outputs)
     between = self._node.work.take_between()
     result = island_lib.StepResult(None, None, tokens, 0.0, self._data_ns / 1e9, clock, metrics)
     self._unrecorded, self._data_ns = (result, between, self._boundary_ns), 0
-    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in made):
+    if waits or all(getattr(output, 'is_ready', lambda: True)() for output in outputs):
       times = self._record()
     self._node.post(events.StepDone(tokens=tokens, loss=self._node.work.loss, **times))
 
@@ -311,19 +330,19 @@ class Peer:
     return {'step_ns': step_ns, 'data_ns': int(data_s * 1e9), 'saving_ns': between[0]}
 
   def _check(self, named: dict[str, Any], kept: dict[str, Any] | None) -> None:
-    """Raises ValueError: what the loop gives is not like what `join` was given."""
+    """Raises ValueError: the arrays of the loop are not like those of `join`."""
     held, moments = self._arrays.params, self._arrays.moments
     own_arrays.require_alike(held, named)
-    for name, mine in held.items():
-      its = named[name]
-      if isinstance(its, jax.Array) and its.is_deleted():
+    for name, first in held.items():
+      leaf = named[name]
+      if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
           f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
           '`params = peer.sync(params, ...)`'
         )
       committed = self._arrays.shardings.params[name] is not None
-      moved = isinstance(its, jax.Array) and not committed and its.sharding != mine.sharding
-      if moved and its.devices() != self._arrays.devices:
+      moved = isinstance(leaf, jax.Array) and not committed and leaf.sharding != first.sharding
+      if moved and leaf.devices() != self._arrays.devices:
         raise ValueError(
           f'{name} has moved to other devices since join: put the parameters there before, with '
           'jax.device_put(params, sharding)'
@@ -337,8 +356,57 @@ class Peer:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._node.work.next_step()
     self._node.work.doing = '' if self.clock is None else messages.LOOPING
-    self._stale = self._arrays.follow()
+    self._advice.moved_copy = self._arrays.follow()
     self._boundary_ns = time.monotonic_ns()
+
+  @contextlib.contextmanager
+  def _stopping_on_sigterm(self) -> Iterator[None]:
+    """At SIGTERM the loop has no more steps: what it has trained is sent and saved, and the loop
+    ends in order. Not if the program has a handler of its own. A second SIGTERM ends the
+    process."""
+    requests = exits.EndRequests()
+
+    def handle(number: int, frame: object) -> None:
+      del frame
+      is_forked = os.getpid() != self._process  # as one that reads data
+      again = requests.add() and requests.count > 1
+      if again or is_forked:
+        os._exit(128 + number)
+      self._node.post(events.Stop(reason='preempted'))
+
+    takes = threading.current_thread() is threading.main_thread()
+    takes = takes and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if takes:
+      signal.signal(signal.SIGTERM, handle)
+    try:
+      yield
+    finally:
+      if takes:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+  def _leave(self) -> bool:
+    """Ends the learner; returns whether it is lost, by an error of its own or because its last step
+    has consumed the parameters."""
+    with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
+      self._record()
+    if self._arrays.consumed and not self.failed:  # nothing to contribute, as after a crash
+      self.clock, self.failed = None, True
+      self._node.fail(Ended('left after a step that had consumed the parameters'))
+    with self._ends_with_an_error():
+      if self.clock is not None:
+        self._node.work.exchange.borrow()  # what the last sync has returned stays the loop's
+        self._node.post(events.Stop(reason='its loop ended'))
+        self._node.post(events.StepDone(tokens=0, step_ns=0))
+      while self.clock is not None:
+        self._next()
+    return self.failed
+
+  def _require_well(self) -> str:
+    """How the node has ended. Raises Ended: it has failed, or the syncer has refused it."""
+    result = self._node.ended.result()
+    if result.code:
+      raise Ended(result.text)
+    return result.text
 
 
 def _kept_metric(value: Any) -> Any:
@@ -426,15 +494,10 @@ def join(
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  form = loop_states.Form(params, opt_state, exchange)
-  named, kept = form.split(params, opt_state)
+  form = loop_states.Form(params, opt_state, exchange, label)
+  with jax.set_mesh(None):  # that of the program is for its own steps
+    arrays = own_arrays.OwnArrays(form, params, opt_state)
   del params, opt_state
-  with jax.set_mesh(None):
-    named, kept = own_arrays.on_devices(named, kept)
-  several, lines = hosts_lib.are_several(named), list(form.told())
-  model = own_model.describe(named, label or form.label)
-  if label is not None:
-    lines.append(header.labels(map(label, named)))
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
   config.train.store = store
@@ -443,113 +506,33 @@ def join(
   lifecycle.keep_compiled()
   access = addresses.access(tls, plaintext_loopback, learner)
   address = dial.resolver(syncer, access)
-  at_once = learner_process.at_once if several else contextlib.nullcontext
-  event_queue = loop.EventQueue()
+  crashing = learner_process.crashing_at_once if jax.process_count() > 1 else contextlib.nullcontext
   with lifecycle.OwnStack() as cleanup:
-    with at_once():
-      if several:
-        sent = {name: leaf for name, leaf in named.items() if name in model.shapes}
-        model = dataclasses.replace(model, values=hosts_lib.gather(sent))
+    with crashing():
+      model = arrays.describe()
       folder = pathlib.Path(workdir or '').absolute()
       if hosts_lib.leads():
         folder = run_folder.or_temporary(workdir, cleanup)
-      learner, settings, run = admission_lib.meet(
-        model, config, address, wait_s, learner, folder, syncer, access, cleanup
-      )
-      if not settings:
+        learner = learner or admission_lib.choose(folder, access, cleanup)
+        dial.require_own_certificate(access, learner)
         header.say(
-          f'[{learner}] the run has ended: there are no steps left. peer.params are those that '
-          'join was given, diloco_jax.load_params has the model of the run'
+          f'[{learner}] waits for a syncer at {dial.describe(syncer)}, at most {wait_s:g} s'
         )
-        yield Peer(form, named, kept, total_steps or 1, learner)
+      learner = hosts_lib.of_lead(learner)
+      terms = admission_lib.meet(model, config, address, access, wait_s)
+      if terms is None:
+        yield Peer.of_ended(arrays, total_steps, learner)
         return
-      config = own_model.taken(config, settings)
-      assembled = own_model.complete(model, config)
-      peer = Peer(form, named, kept, config.train.steps, learner)
+      assembled = own_model.complete(model, terms.applied_to(config))
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
-      del named, kept, model
-      say = lambda text: header.say(f'[{learner}] {text}')
-      saved = peer._arrays.saved(folder, learner, config, run, say)
-      saves = bool(workdir is not None or store) and peer._arrays.moments is not None
+      del model
+      saves = workdir is not None or bool(store)
       connect = dial.dialer(assembled, address, access)
-      with jax.set_mesh(None):  # that of the program is for its own steps
-        found = cleanup.enter_context(saved) if saves else None
-        if found:
-          peer._unread = (
-            f'opt_state: the moments of the checkpoint at step {found.step} are not used, since '
-            'the loop has begun with others: begin with `opt_state = peer.opt_state`'
-          )
-        if hosts_lib.leads():
-          peer._node = own_node.lead(
-            peer._arrays, assembled, learner, found, cleanup, event_queue, folder, connect, wait_s
-          )
-        else:
-          peer._node = own_node.led(peer._arrays, assembled, learner, found, cleanup)
-        for line in lines:
-          peer._node.say(line)
-        peer._next()
-      if form.in_place:
-        _ = peer.params  # the loop's objects have them from here on
-    if peer.clock is None:
-      _require_well(peer)
-      peer._node.say('the run has ended: there are no steps left')
-    try:
-      with at_once(), _left_on_sigterm(peer):
-        yield peer
-    finally:
-      lost = not cleanup.is_here or _leave(peer)
-      if form.in_place and not lost:
-        _ = peer.params  # what has been adopted since the last sync
-    if not lost:
-      peer._node.say(_require_well(peer))
-
-
-@contextlib.contextmanager
-def _left_on_sigterm(peer: Peer) -> Iterator[None]:
-  """At SIGTERM the loop has no more steps: what it has trained is sent and saved, and the loop ends
-  in order. Not if the program has a handler of its own. A second SIGTERM ends the process."""
-  own, requests = os.getpid(), exits.EndRequests()
-
-  def handle(number: int, frame: object) -> None:
-    del frame
-    again = requests.add() and requests.count > 1
-    if again or os.getpid() != own:  # or a process that was forked, as one that reads data
-      os._exit(128 + number)
-    peer._node.post(events.Stop(reason='preempted'))
-
-  takes = threading.current_thread() is threading.main_thread()
-  takes = takes and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-  if takes:
-    signal.signal(signal.SIGTERM, handle)
-  try:
-    yield
-  finally:
-    if takes:
-      signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _leave(peer: Peer) -> bool:
-  """Ends the learner; returns whether it is lost, by an error of its own or because its last step
-  has consumed the parameters."""
-  with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
-    peer._record()
-  if peer._arrays.consumed and not peer.failed:  # nothing to contribute, as after a crash
-    peer.clock, peer.failed = None, True
-    peer._node.fail(Ended('left after a step that had consumed the parameters'))
-  with peer._ends_with_an_error():
-    if peer.clock is not None:
-      peer._node.work.exchange.borrow()  # what the last sync has returned stays the loop's
-      peer._node.post(events.Stop(reason='its loop ended'))
-      peer._node.post(events.StepDone(tokens=0, step_ns=0))
-    while peer.clock is not None:
-      peer._next()
-  return peer.failed
-
-
-def _require_well(peer: Peer) -> str:
-  """How the node has ended. Raises Ended: it has failed, or the syncer has refused it."""
-  result = peer._node.ended.result()
-  if result.code:
-    raise Ended(result.text)
-  return result.text
+      with jax.set_mesh(None):
+        node = own_node.begin(
+          arrays, assembled, terms.run, learner, folder, saves, connect, wait_s, cleanup
+        )
+        peer = Peer.begin(arrays, assembled.config.train.steps, learner, node)
+    with peer.driven_by_loop(), crashing():
+      yield peer

@@ -29,7 +29,7 @@ class Curve(NamedTuple):
     clock: of the learner; of an evaluation that of the global model.
     tokens: trained by all learners until then.
     seconds: from the first fact of the run until then.
-    loss: as the task gives it; of a decoder in nats for each token.
+    loss: as the task computes it; for a decoder in nats for each token.
   """
 
   clock: np.ndarray
@@ -39,7 +39,7 @@ class Curve(NamedTuple):
 
 
 class Run:
-  """A run in a folder, also one that is under way or was killed: what its records tell by now.
+  """A run in a folder, also one that is under way or was killed: what its records show by now.
 
   A notebook shows it as the page of `diloco status`. Made by `diloco_jax.run` and `open_run`.
 

@@ -33,7 +33,9 @@ class Server:
     address: for `diloco_jax.join`.
   """
 
-  def __init__(self, syncer: syncer_process.Syncer, make: Callable[[], own_model.Model] | None):
+  def __init__(
+    self, syncer: syncer_process.Syncer, make: Callable[[], own_model.ModelDescription] | None
+  ):
     self.address = ''
     self._syncer, self._make = syncer, make
     self._listens = threading.Event()
@@ -77,7 +79,7 @@ class Server:
       if isinstance(error, exits.NeverRetry | exits.DiskFailed):  # ends of a process
         self._result = error.__cause__ or error
       # Learners of this program wait for a syncer meanwhile, and may fail first.
-      self._syncer.records.say(f'the syncer has ended: {_told(self._result)}')
+      self._syncer.records.say(f'the syncer has ended: {_describe(self._result)}')
     finally:
       self._syncer.records.ended(int(isinstance(self._result, BaseException)))
       self._listens.set()
@@ -123,7 +125,7 @@ def run_syncer(
   config.validate()
   lifecycle.keep_compiled()
 
-  def make() -> own_model.Model:
+  def make() -> own_model.ModelDescription:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
     return own_model.describe(own_model.as_arrays(tree, 'init'), label)
@@ -148,12 +150,12 @@ def run_syncer(
       if cleanup.is_here:
         server._stop()
         if isinstance(server._result, BaseException):
-          error.add_note(f'The syncer has ended before: {_told(server._result)}')
+          error.add_note(f'The syncer has ended before: {_describe(server._result)}')
       raise
     if cleanup.is_here:
       server._stop()
       server._require_well()
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
   return f'{type(error).__name__}: {exits.one_line(error)}'

@@ -42,11 +42,10 @@ _INTERRUPTED = (
   'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
   'call continues the run. A second interrupt does not wait.'
 )
-MakeRecorder = Callable[[str], records_lib.Recorder]
 
 
 class IslandsFailed(RuntimeError):
-  """Too few learners are left for an outer step; one line says why and what to do."""
+  """Too few learners are left for an outer step; the text has the reason and the remedy."""
 
 
 class SingleController:
@@ -55,8 +54,6 @@ class SingleController:
   Args:
     config: a validated config.
     workdir: the folder of checkpoints; a run in it is continued.
-    make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
-      writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
     share: islands of one device each may share it, so that a machine with one accelerator trains
       several learners.
@@ -72,7 +69,6 @@ class SingleController:
     self,
     config: run_config.Config,
     workdir: pathlib.Path,
-    make_recorder: MakeRecorder | None = None,
     alone: bool = False,
     share: bool = False,
   ):
@@ -80,9 +76,6 @@ class SingleController:
     self._config, self._workdir, self._alone = config, workdir, alone
     self._leaving = threading.Event()  # the learners have been asked to end
     self._stopping = threading.Event()  # and so will be the syncer
-    self._make_recorder = make_recorder or (
-      lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
-    )
     self._hub = in_process.InProcessHub()
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     self._event_queues = {name: loop.EventQueue() for name in (ids.SYNCER, *names)}
@@ -136,7 +129,7 @@ class SingleController:
       note('starting', text)
       end = self._live(name, recorder)
       recorder.ended(end.code)
-      if exits.end(end.code) != exits.RETRY or self._leaving.is_set():
+      if exits.outcome(end.code) != exits.RETRY or self._leaving.is_set():
         return end
       pause_s = pauses.pause_s(time.monotonic() - began_s)
       if pause_s is None:
@@ -156,18 +149,18 @@ class SingleController:
   def _live(self, name: str, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs a learner to its end; raises errors that are not of its devices."""
     event_queue = self._event_queues[name] = loop.EventQueue()
-    if self._leaving.is_set():  # since before it could be asked
+    if self._leaving.is_set():  # since before its queue was made
       event_queue.post(events.Stop(reason='the run ends'))
     try:
       return self._train(name, event_queue, recorder)
     except BaseException as error:
-      found: BaseException | None = error
-      while found and not isinstance(found, jax.errors.JaxRuntimeError):
-        found = found.__cause__ or found.__context__
-      if found is None:
+      cause: BaseException | None = error
+      while cause and not isinstance(cause, jax.errors.JaxRuntimeError):
+        cause = cause.__cause__ or cause.__context__
+      if cause is None:
         raise
-      found.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
-      text = f'the devices have failed ({exits.one_line(found)[:300]})'
+      cause.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
+      text = f'the devices have failed ({exits.one_line(cause)[:300]})'
       return actions.Exit(code=1, text=text)
 
   def _train(
@@ -193,7 +186,8 @@ class SingleController:
     def guarded() -> None:
       try:
         with contextlib.ExitStack() as end:
-          recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
+          recorder = records_lib.Recorder(self._workdir, name, prefix=f'[{name}] ')
+          end.enter_context(contextlib.closing(recorder))
           end.push(lambda error, *_: recorder.ended(1) if error else None)
           ended: actions.Exit | BaseException = run(recorder)
         self._require_quorum()
@@ -212,9 +206,9 @@ class SingleController:
     """Raises IslandsFailed: learners were given up, and too few are left for an outer step."""
     left, quorum = len(self.devices) - len(self._given_up), self._config.sync.quorum
     if self._given_up and left < quorum and not self._leaving.is_set():
-      told = '; '.join(f'{name}: {why}' for name, why in self._given_up.items())
+      reasons = '; '.join(f'{name}: {why}' for name, why in self._given_up.items())
       raise IslandsFailed(
-        f'{told}. {left} learners are left, and sync.quorum is {quorum}: the run has ended. '
+        f'{reasons}. {left} learners are left, and sync.quorum is {quorum}: the run has ended. '
         'What was merged is safe, and so are all checkpoints: once the devices work, the same call '
         'continues the run'
       )
@@ -257,7 +251,7 @@ class SingleController:
       ended = self.join()
     except IslandsFailed as error:
       return actions.Exit(code=1, text=str(error))
-    best = min((ended[name] for name in self.devices), key=lambda one: abs(one.code))
+    best = min((ended[name] for name in self.devices), key=lambda end: abs(end.code))
     return best if best.code else ended[ids.SYNCER]
 
 
@@ -317,10 +311,10 @@ def run(
     return run_lib.Run(folder, {})
   try:
     controller.start()
-    found = run_lib.Run(folder, controller.join())
-    tell = lambda: (line := summary_lib.merged_line(found.summary)) and print(line)
+    recorded = run_lib.Run(folder, controller.join())
+    tell = lambda: (line := summary_lib.merged_line(recorded.summary)) and print(line)
     header.try_to_show(tell, 'the summary', 'diloco_jax.open_run')
-    return found
+    return recorded
   except BaseException as error:  # else the nodes train on, and the folder stays locked
     controller.stop('interrupted')
     if not isinstance(error, KeyboardInterrupt):

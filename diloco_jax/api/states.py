@@ -1,4 +1,4 @@
-"""What `join` and `sync` take beside a tree of parameters: the whole state of a training loop.
+"""What `join` and `sync` accept beside a tree of parameters: the whole state of a training loop.
 
     a TrainState of flax.training, or one of its kind    its `params`, and `batch_stats` if it has
                                                          them
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.process import own_model
+from diloco_jax.report import header
 from diloco_jax.storage import arrays
 from diloco_jax.train import task as task_lib
 
@@ -45,19 +46,24 @@ class Form:
     given: a state, or a tree of parameters.
     opt_state: the state of the optimizer, if it is given beside parameters.
     exchange: returns what of a state is exchanged.
+    label: returns the label of an exchanged array, by its name; None: the usual one.
 
   Attributes:
-    label: the usual label of an exchanged array, by its name.
+    label: as given, or the usual one.
     optimizer: the names of what is kept and is the optimizer's.
     nodes: the types of the nodes of optax in what is kept, by name.
   """
 
   def __init__(
-    self, given: Any, opt_state: Any = None, exchange: Callable[[Any], Any] | None = None
+    self,
+    given: Any,
+    opt_state: Any = None,
+    exchange: Callable[[Any], Any] | None = None,
+    label: Callable[[str], str] | None = None,
   ):
     nnx = sys.modules.get('flax.nnx')  # a loop that uses it has imported it
     pair = given if isinstance(given, tuple) else (given,)
-    self._nnx = nnx if nnx and any(isinstance(one, nnx.Optimizer) for one in pair) else None
+    self._nnx = nnx if nnx and any(isinstance(part, nnx.Optimizer) for part in pair) else None
     if self._nnx and exchange:
       raise ValueError('exchange: of (model, optimizer) it is what the optimizer trains')
     if all(hasattr(given, name) for name in ('params', 'opt_state', 'replace')):
@@ -76,7 +82,8 @@ class Form:
     tree = self._tree(given, opt_state)
     picked = _pick(given, exchange) if exchange else tree[0]
     counted = own_model.statistics(picked)
-    self.label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
+    usual = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
+    self.label = label or usual
     paths = list(arrays.by_name(tree)) if exchange else []
     self._short = {paths[at]: name for name, at in arrays.by_name(picked).items()} if paths else {}
     self._structure = self._keys = None
@@ -88,7 +95,9 @@ class Form:
     of_optax = tuple(f'{path}/' for path in self.nodes)
     is_optimizers = lambda name: 'opt_state' in name.split('/') or name.startswith(of_optax)
     self.optimizer = {name for name in kept or () if not self._whole or is_optimizers(name)}
-    self._told = _line(named, kept if kept and self._whole else {})
+    self._lines = [_line(named, kept if kept and self._whole else {})]
+    if label:
+      self._lines.append(header.labels(map(label, named)))
 
   def _tree(self, given: Any, opt_state: Any) -> Any:
     """One tree of all: the state, or what is exchanged and what is kept."""
@@ -150,9 +159,9 @@ class Form:
     """Whether `rebuild` changes the objects of the loop."""
     return self._nnx is not None
 
-  def told(self) -> Iterator[str]:
-    """What a learner says of a state when it joins."""
-    yield self._told
+  def describe(self) -> Iterator[str]:
+    """The lines about a state that a learner prints when it joins."""
+    yield from self._lines
     if not {*_SCHEDULES}.isdisjoint(self.nodes.values()):
       yield (
         'the optimizer has a schedule by its own count of updates, which falls behind the clock of '
@@ -185,9 +194,9 @@ def _pick(given: Any, exchange: Callable[[Any], Any]) -> Any:
     out.append(exchange(jax.tree.unflatten(structure, all_leaves)))
     return [leaf for leaf in jax.tree.leaves(out[0]) if isinstance(leaf, jax.core.Tracer)]
 
-  found = jax.make_jaxpr(run)(*traced.values()).jaxpr
-  index_of = dict(zip(found.invars, traced))
-  at = [index_of.get(out) if type(out) is type(found.invars[0]) else None for out in found.outvars]
+  jaxpr = jax.make_jaxpr(run)(*traced.values()).jaxpr
+  index_of = dict(zip(jaxpr.invars, traced))
+  at = [index_of.get(out) if type(out) is type(jaxpr.invars[0]) else None for out in jaxpr.outvars]
   if not at or None in at:
     raise ValueError(
       'exchange: it must return parts of the state as they are, as `lambda state: state.model`, '
@@ -236,8 +245,8 @@ def require_model(given: Any) -> None:
 
 def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
   """Why a field of a tree is no part of a model, or ''."""
-  mine = fields[field]
-  for path, leaf in mine.items():
+  leaves = fields[field]
+  for path, leaf in leaves.items():
     name = f'{field}/{path}'.strip('/')
     if _is_key(leaf):
       return f'{name} is a random key'
@@ -247,11 +256,11 @@ def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
       if (value := float(leaf)) >= _LEAST_SCALE and not np.log2(value) % 1:
         return f'{name} is {value:g}, as the scale of a loss'
   shapes = lambda field: {path: np.shape(leaf) for path, leaf in fields[field].items()}
-  names_a_copy = _COPIES.search(field.lower()) or (field in _MOMENTS and len(mine) > 1)
+  names_a_copy = _COPIES.search(field.lower()) or (field in _MOMENTS and len(leaves) > 1)
   for other in fields if names_a_copy else ():
     if other != field and shapes(other) == shapes(field):
-      pairs = [(leaf, fields[other][path]) for path, leaf in mine.items()]
-      if all(not np.any(leaf) or bool(jnp.all(leaf == its)) for leaf, its in pairs):
+      pairs = [(leaf, fields[other][path]) for path, leaf in leaves.items()]
+      if all(not np.any(leaf) or bool(jnp.all(leaf == twin)) for leaf, twin in pairs):
         return f'{field} has the shapes of {other}, and its values or zeros'
   return ''
 
@@ -262,7 +271,7 @@ def _path(keys: tuple[Any, ...]) -> str:
 
 def _nodes(tree: Any, at: str = '') -> Iterator[tuple[str, Any]]:
   """The named tuples of optax in a tree, with their paths."""
-  is_node = lambda one: type(one).__module__.startswith('optax') and hasattr(one, '_fields')
+  is_node = lambda leaf: type(leaf).__module__.startswith('optax') and hasattr(leaf, '_fields')
   for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
     if is_node(node):
       path = '/'.join(filter(None, (at, _path(keys))))

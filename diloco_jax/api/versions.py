@@ -50,15 +50,15 @@ class Versions:
     new = self._folder / _VERSIONS / _NEW
     try:
       write(new)
-      found = states.write(new, f'version/{number}', (), {'version': number}).files
-      path = new.with_name(f'{number}-{json_files.sha256({"files": found})[:8]}')
+      files = states.write(new, f'version/{number}', (), {'version': number}).files
+      path = new.with_name(f'{number}-{json_files.sha256({"files": files})[:8]}')
       if not path.exists():  # as it does where a killed process has written the same
         json_files.move(new, path)
     finally:
       self._remove_parts()
-    self._kept = [*(one for one in self._kept if one != path), path]
+    self._kept = [*(kept for kept in self._kept if kept != path), path]
     relative = path.relative_to(self._folder)
-    index = {'version': number, 'path': relative.as_posix(), 'files': found}
+    index = {'version': number, 'path': relative.as_posix(), 'files': files}
     json_files.write(self._folder / INDEX, json_files.seal(index))
     link = self._folder / f'{LATEST}.{_NEW}'
     link.unlink(missing_ok=True)

@@ -104,10 +104,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
 
   controller.start()
   with (
-    lifecycle.stops(stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED),
+    lifecycle.ending_on_signals(
+      stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED
+    ),
     exits.log_failures(),
-    lifecycle.checkpoint_failures(),
-    exits.never_retry(ValueError, files_lib.DirectoryError),
+    lifecycle.errors_as_exits(),
   ):
     ended = controller.outcome()
   if asked:

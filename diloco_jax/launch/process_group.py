@@ -43,7 +43,7 @@ class Group:
     self.kill()
     await asyncio.gather(*waits)
     worst = (exits.NEVER, exits.RETRY, exits.DONE)
-    ends.sort(key=lambda host_and_code: worst.index(exits.end(host_and_code[1])))
+    ends.sort(key=lambda host_and_code: worst.index(exits.outcome(host_and_code[1])))
     host, code = ends[0]
     self.last_error = self.hosts[host].last_error
     return code, (f'host {host} ' if len(ends) > 1 else '') + _describe_exit(code)

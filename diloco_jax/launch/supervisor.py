@@ -157,7 +157,7 @@ class Supervisor:
 
   async def run(self) -> Outcome:
     """Returns once every process has ended. Raises DirectoryError: the run has a supervisor."""
-    with run_folder.held(self._workdir):
+    with run_folder.lock(self._workdir):
       return await self._run()
 
   async def _run(self) -> Outcome:
@@ -238,7 +238,7 @@ class Supervisor:
     while not self._ending(program.name).is_set():
       code, why, lived_s = await self._run_process(program)
       pause_s = self._pauses.pop(program.name, None)
-      end = exits.end(code)
+      end = exits.outcome(code)
       ended = end == exits.NEVER or (end == exits.DONE and pause_s is None)
       if ended or self._ending(program.name).is_set():
         self._note_end(program.name, code, why)
@@ -253,7 +253,7 @@ class Supervisor:
           return
         self._note(program.name, 'down', f'{why}; restart in {pause_s:.1f} s')
       else:
-        pauses.requested()
+        pauses.forget_failures()
       await self._pause(program.name, pause_s)
 
   async def _run_process(self, program: LocalProgram) -> tuple[int | None, str, float]:
@@ -297,7 +297,7 @@ class Supervisor:
     return name in self._cut_off or (code == -signal.SIGTERM and self._ending(name).is_set())
 
   def _note_end(self, name: str, code: int | None, why: str) -> None:
-    end = exits.end(code)
+    end = exits.outcome(code)
     if end == exits.NEVER:
       self._note(name, 'refused', self.statuses[name].last_error or why)
     elif end == exits.DONE:

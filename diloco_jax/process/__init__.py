@@ -1,10 +1,11 @@
 """A process of a run: its start and end, the learner's and the syncer's node, a loop's model.
 
 Where is ...?
-  what SIGTERM and Ctrl-C do: lifecycle.py `stops`, exits.py, protocol/learner/machine.py `_end`
+  what SIGTERM and Ctrl-C do: lifecycle.py `ending_on_signals`, exits.py,
+    protocol/learner/machine.py `_end`
   the exit codes: exits.py
   the process of a learner, a syncer, a follower: learner.py, syncer.py, follower.py
-  how the hosts of a learner begin and end: learner.py `together`, `at_once`
+  how the hosts of a learner begin and end: learner.py `connected_hosts`, `crashing_at_once`
   how a model reaches its syncer: own_model.py, bring.py
   how a run goes back to an earlier clock: restore.py
 """

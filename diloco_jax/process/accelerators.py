@@ -64,7 +64,9 @@ def visible(listed: str, count: int) -> tuple[str, ...]:
   return tuple(itertools.takewhile(is_there, map(str.strip, listed.split(','))))
 
 
-def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[str, str]] | None:
+def share(
+  available: Accelerators | None, learners: int, devices: int
+) -> list[dict[str, str]] | None:
   """The environments by which each learner gets `devices` accelerators of its own.
 
   None: there are too few for all learners, or several processes cannot share this kind, so the
@@ -76,12 +78,12 @@ def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[
   >>> share(Accelerators('tpu', ('0', '1', '2', '3')), learners=1, devices=4)
   [{}]
   """
-  if found is None or found.count < learners * devices:
+  if available is None or available.count < learners * devices:
     return None
-  if found.kind == 'tpu':  # one process holds all chips of a host
-    return [{}] if learners == 1 and found.count == devices else None
+  if available.kind == 'tpu':  # one process holds all chips of a host
+    return [{}] if learners == 1 and available.count == devices else None
   return [
-    {_VISIBLE: ','.join(found.names[m * devices : (m + 1) * devices])} for m in range(learners)
+    {_VISIBLE: ','.join(available.names[m * devices : (m + 1) * devices])} for m in range(learners)
   ]
 
 
@@ -98,7 +100,7 @@ def no_device(error: Exception) -> str:
 
 def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> int:
   """Bytes that this process and its children may take; a container may have less than its host."""
-  import psutil  # here: learners do not ask
+  import psutil  # here: learners do not need it
 
   host = psutil.virtual_memory().available
   try:

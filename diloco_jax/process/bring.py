@@ -2,7 +2,7 @@
 
 The first learner sends the model before it joins, in one gRPC call (BRING). The syncer answers with
 the settings that all share and with the names, shapes and labels that it has: each learner asks
-first, by a call without arrays (`meet`).
+first, by a call without arrays (api/admission.py).
 """
 
 import contextlib
@@ -14,10 +14,8 @@ from concurrent import futures
 import grpc
 import numpy as np
 
-from diloco_jax.config import run_config
 from diloco_jax.process import accelerators, own_model
-from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.protocol import printable, safe_json
+from diloco_jax.protocol import printable
 from diloco_jax.storage import states
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
@@ -25,53 +23,19 @@ _METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
 _PART_BYTES = 1 << 20
 _UPLOAD_S = 60.0
 _UPLOAD_BYTES_PER_S = 1 << 20
-_TOLD = ('grpc.max_receive_message_length', 2 * own_model.MAX_HEADER_BYTES)
+_ANSWER_LIMIT = ('grpc.max_receive_message_length', 2 * own_model.MAX_HEADER_BYTES)
 _DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
 
 
-def meet(
-  model: own_model.Model,
-  given: run_config.Config,
-  address: Callable[[], str],
-  access: addresses.Access,
-  wait_s: float,
-) -> tuple[str, str]:
-  """Returns the settings of a syncer that has this model, for `taken`, and the name of its run;
-  brings it if there is none: the name is ''. Shared settings of `given` that are not 0, or in
-  `sync` not the default, must be the syncer's. Raises as `bring`, and ValueError for another model
-  or setting."""
-  usual = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
-  mine = dict(given.agreement().items() - usual) | _arrays(model)
-  for brought in (own_model.Model({}, {}, dict), model):
-    settings, header, run = own_model.told(bring(brought, address, access, wait_s))
-    made, theirs = (
-      own_model.taken(given, settings),
-      own_model.from_header(header, dict) if header else model,
-    )
-    here = agreement_lib.encode(made.agreement() | mine)
-    there = agreement_lib.encode(safe_json.parse_object(settings) | _arrays(theirs))
-    if found := agreement_lib.refusal(here, there):
-      raise ValueError(found)
-    if header:
-      break
-    own_model.complete(model, made)
-  return settings, run
-
-
-def _arrays(model: own_model.Model) -> dict[str, str]:
-  shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
-  return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
-
-
 def bring(
-  model: own_model.Model,
+  model: own_model.ModelDescription,
   address: Callable[[], str],
   access: addresses.Access,
   wait_s: float,
   now_s: Callable[[], float] = time.monotonic,
 ) -> bytes:
   """Sends the model to the syncer, if it has none; waits until one listens. Returns the answer,
-  `about`.
+  `own_model.Terms`.
 
   Raises:
     RunEnded: there is no syncer any more.
@@ -89,7 +53,7 @@ def bring(
   deadline_s = now_s() + wait_s
   while True:
     try:
-      with listen.dial(address(), access, (*grpc_session.COMMON_OPTIONS, _TOLD)) as channel:
+      with listen.dial(address(), access, (*grpc_session.COMMON_OPTIONS, _ANSWER_LIMIT)) as channel:
         return channel.stream_unary(_METHOD)(_parts(header, model), timeout=limit_s)
     except grpc.RpcError as error:
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
@@ -106,12 +70,12 @@ def bring(
     threading.Event().wait(_DIAL_S)
 
 
-def _size_bytes(model: own_model.Model) -> int:
+def _size_bytes(model: own_model.ModelDescription) -> int:
   """Of the values on their way: float32."""
   return sum(4 * leaf.size for leaf in model.shapes.values())
 
 
-def _parts(header: bytes, model: own_model.Model) -> Iterator[bytes]:
+def _parts(header: bytes, model: own_model.ModelDescription) -> Iterator[bytes]:
   yield header
   values = model.values()
   for name in model.shapes:
@@ -125,10 +89,10 @@ class Brought:
   arrived. One learner at a time may bring one.
 
   Args:
-    keep: stores the model, before the learner hears that it has arrived, since it brings it once.
+    keep: stores the model, before the learner gets the answer, since a learner sends it once.
       Raises ValueError for a model that the syncer cannot use; it then waits for another one. The
       learner brings its model to the next syncer after any other error, which `wait` raises.
-    answer: to each call (`own_model.about`).
+    answer: to each call (`own_model.Terms`).
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
@@ -136,7 +100,7 @@ class Brought:
 
   def __init__(
     self,
-    keep: Callable[[own_model.Model], object],
+    keep: Callable[[own_model.ModelDescription], object],
     answer: bytes,
     max_bytes: int | None = None,
     upload_s: float = _UPLOAD_S,
@@ -175,7 +139,9 @@ class Brought:
     self._arrived.set_result(None)
     return self._answer
 
-  def _read(self, requests: Iterator[bytes], cancel: Callable[[], object]) -> own_model.Model:
+  def _read(
+    self, requests: Iterator[bytes], cancel: Callable[[], object]
+  ) -> own_model.ModelDescription:
     """The model of a caller, whose call is cancelled if it takes too long."""
     with _in_time(self._upload_s, cancel):
       header = next(requests, b'')

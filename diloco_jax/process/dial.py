@@ -70,7 +70,7 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
     check_lib.require_learner(access.tls, learner, proofs.utc_now())
 
 
-def shown(address: str) -> str:
+def describe(address: str) -> str:
   """The address as a message shows it: a file with its whole path, and whether it is there."""
   path = pathlib.Path(address.removeprefix(FILE)).absolute()
   if not address.startswith(FILE):

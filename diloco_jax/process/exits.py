@@ -42,10 +42,10 @@ _PASSING = {  # of a disk or a host that may be well again at the next start
 }
 
 
-def end(code: int | None) -> str:
+def outcome(code: int | None) -> str:
   """What an exit code means for every engine: DONE, RETRY or NEVER. None: it could not be started.
 
-  >>> end(0), end(42), end(75), end(-9)
+  >>> outcome(0), outcome(42), outcome(75), outcome(-9)
   ('done', 'never', 'retry', 'retry')
   """
   return ENDS.get(code, RETRY)
@@ -69,7 +69,7 @@ class EndRequests:
     self._last_s = -math.inf
 
   def add(self) -> bool:
-    """Takes a signal. Returns whether it is another request."""
+    """Counts a signal. Returns whether it is another request."""
     now_s = time.monotonic()
     if now_s < self._last_s + self.WITHIN_S:
       return False

@@ -42,7 +42,7 @@ class Follower:
   """Receives the newest versions of a run from construction to `close`.
 
   Args:
-    address: tells where the syncer listens; asked at every dial.
+    address: returns where the syncer listens; called at every dial.
     wait_s: for how long no syncer may answer.
   """
 
@@ -138,12 +138,12 @@ class Follower:
   def _receive(self, call: grpc.Call) -> None:
     """Adopts versions until the syncer ends the call in order."""
     timer = grpc_session.start_timer(link.Limits.handshake_s, call.cancel)
-    taken = grpc_session.FOLLOWS in dict(call.initial_metadata() or ())
+    accepted = grpc_session.FOLLOWS in dict(call.initial_metadata() or ())
     timer.cancel()
     try:
       self._adopt_all(call)
     finally:
-      if taken:
+      if accepted:
         self._answered()
 
   def _adopt_all(self, call: grpc.Call) -> None:

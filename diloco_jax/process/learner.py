@@ -29,7 +29,6 @@ from diloco_jax.node import loop, ports
 from diloco_jax.process import dial, exits, lifecycle, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
 LEARNER_SAFE = (
@@ -60,11 +59,11 @@ def learner(
   with contextlib.ExitStack() as stack:
     hosts = 1
     if cluster is not None:
-      hosts, work_class = stack.enter_context(together(cluster, config)), hosts_lib.LeadWork
+      hosts, work_class = stack.enter_context(connected_hosts(cluster, config)), hosts_lib.LeadWork
     devices = config.mesh.num_devices
     lifecycle.prepare_jax(devices // hosts, ahead=devices == 1)
     ended = _run(config, workdir, learner_id, resolve, access, work_class)
-  return lifecycle.end(*ended)
+  return lifecycle.finish(*ended)
 
 
 def _run(
@@ -86,7 +85,7 @@ def _run(
     stopped.set()
     event_queue.post(events.Stop(reason=reason))
 
-  with lifecycle.checkpoint_failures(), exits.never_retry(ValueError, files_lib.DirectoryError):
+  with lifecycle.errors_as_exits():
     assembled = build.assemble(config)
     if leads and resolve is None:
       run_folder.write_config(folder, config)
@@ -99,7 +98,7 @@ def _run(
       for problem in check_lib.problems(access.tls, names.LEARNER, proofs.utc_now()):
         records.say(f'--tls={access.tls}: {problem}')
     node = assembled, island, folder, learner_id
-    with lifecycle.stops(
+    with lifecycle.ending_on_signals(
       stop if leads else hosts_lib.ask_to_stop, config.train.drain_s, LEARNER_SAFE
     ):
       if not leads:
@@ -107,14 +106,13 @@ def _run(
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
       connect = dial.dialer(assembled, resolve, access)
-      how = {'work_class': work_class}
-      return learner_node.run(*node, event_queue, connect, records, **how), records
+      return learner_node.run(*node, event_queue, connect, records, work_class=work_class), records
 
 
 @contextlib.contextmanager
-def together(cluster: hosts_lib.Cluster, config: run_config.Config) -> Iterator[int]:
+def connected_hosts(cluster: hosts_lib.Cluster, config: run_config.Config) -> Iterator[int]:
   """Connects the hosts of a learner, which end together; yields their number."""
-  with at_once():
+  with crashing_at_once():
     hosts = hosts_lib.connect(cluster)
     with exits.never_retry(RuntimeError):
       settings = json.dumps(config.to_dict()).encode()
@@ -127,7 +125,7 @@ def together(cluster: hosts_lib.Cluster, config: run_config.Config) -> Iterator[
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
+def crashing_at_once() -> Iterator[None]:
   """Ends the process at once after an exception: jax would wait for the other hosts, which may wait
   for this one, until the heartbeat ends them all."""
   try:

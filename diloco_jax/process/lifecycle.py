@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from diloco_jax.process import accelerators, exits, run_folder
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import grpc_session
@@ -81,16 +82,18 @@ def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Reco
 
 
 @contextlib.contextmanager
-def checkpoint_failures() -> Iterator[None]:
-  """Ends the process with one line and exit code 74 if a checkpoint or the store fails."""
+def errors_as_exits() -> Iterator[None]:
+  """Ends the process with one line: exit code 74 if a checkpoint or the store fails, 42 after a
+  ValueError or DirectoryError."""
   try:
-    yield
+    with exits.never_retry(ValueError, files_lib.DirectoryError):
+      yield
   except (states.StateError, store_lib.StoreError) as error:
     raise exits.DiskFailed(exits.one_line(error)) from error
 
 
 @contextlib.contextmanager
-def stops(
+def ending_on_signals(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = exits.NOT_IN_TIME
 ) -> Iterator[None]:
   """SIGTERM, Ctrl-C and a closed terminal end the process in order; a second signal, half a second
@@ -100,7 +103,7 @@ def stops(
     stop: asks the process to end; called with the reason, in the main thread, between any two
       instructions.
     drain_s: the time that an orderly end may take. After it the process exits with `code`.
-    safe: the sentence that says which state is safe in that case.
+    safe: the sentence about the state that is safe in that case.
   """
   requests = exits.EndRequests()
   timers: list[threading.Timer] = []
@@ -134,8 +137,8 @@ def stops(
       signal.signal(number, handler)
 
 
-def end(result: actions.Exit, records: records_lib.Recorder) -> int:
-  """Says and records how the node has ended; returns the exit code, or raises the refusal."""
+def finish(result: actions.Exit, records: records_lib.Recorder) -> int:
+  """Prints and records how the node has ended; returns the exit code, or raises the refusal."""
   for refusal in (exits.NeverRetry, exits.NotInTime):
     if result.code == refusal.code:
       records.close()

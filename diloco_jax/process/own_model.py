@@ -15,7 +15,7 @@ import operator
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelDescription:
   """What a syncer must know of a user's own model.
 
   Attributes:
@@ -55,8 +55,11 @@ class Model:
     )
 
 
-def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
-  """The inverse of `Model.header`. Raises ValueError if it is not one."""
+NO_MODEL = ModelDescription({}, {}, dict)  # of a program that asks what the syncer has
+
+
+def from_header(text: str, values: Callable[[], dict[str, Any]]) -> ModelDescription:
+  """The inverse of `ModelDescription.header`. Raises ValueError if it is not one."""
   try:
     given = formats.taken('model header', safe_json.parse_object(text), 'the model of this loop')
     shapes = {
@@ -66,7 +69,7 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     sizes = [size for leaf in shapes.values() for size in leaf.shape]
     if not all(type(size) is int and size >= 0 for size in sizes):
       raise ValueError('a size is no whole number, or negative')
-    return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, values)
+    return ModelDescription(shapes, {name: str(given['labels'][name]) for name in shapes}, values)
   except formats.OtherFormat:
     raise
   except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -78,7 +81,7 @@ def as_arrays(tree: Any, what: str) -> Any:
   of values that lose bits. Raises ValueError for what is no array of numbers."""
   narrowed = []
 
-  def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+  def as_array(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the whole'
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -98,17 +101,17 @@ def as_arrays(tree: Any, what: str) -> Any:
       narrowed.append(name)
     return value.astype(dtype, copy=False)
 
-  made = jax.tree_util.tree_map_with_path(one, tree)
+  converted = jax.tree_util.tree_map_with_path(as_array, tree)
   if narrowed:
     warnings.warn(
       f'{what}: {len(narrowed)} leaves of NumPy have 64 bits, and jax takes 32 of them '
       f'({", ".join(narrowed[:3])}): give float32, or set JAX_ENABLE_X64=1 on all nodes',
       stacklevel=2,
     )
-  return made
+  return converted
 
 
-def describe(params: Any, label: Callable[[str], str] | None) -> Model:
+def describe(params: Any, label: Callable[[str], str] | None) -> ModelDescription:
   """The model of a tree of parameters, without those that are never sent; `label` maps a name to a
   label, None: the usual ones."""
   named = arrays.by_name(params)
@@ -117,7 +120,7 @@ def describe(params: Any, label: Callable[[str], str] | None) -> Model:
     label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
   named = {name: leaf for name, leaf in named.items() if label(name) not in task_lib.NEVER_SENT}
   shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-  return Model(
+  return ModelDescription(
     shapes={name: shape(leaf) for name, leaf in named.items()},
     labels={name: label(name) for name in named},
     values=lambda: {name: np.asarray(leaf, np.float32) for name, leaf in named.items()},
@@ -132,8 +135,8 @@ def statistics(params: Any) -> set[str]:
                          is_leaf=is_counted)  # fmt: skip
   return {
     name
-    for name, found in arrays.by_name(counted).items()
-    if found or task_lib.embeddings(name) == 'statistic'
+    for name, is_statistic in arrays.by_name(counted).items()
+    if is_statistic or task_lib.embeddings(name) == 'statistic'
   }
 
 
@@ -142,11 +145,11 @@ def config(
 ) -> run_config.Config:
   """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py. `shards`
   None: each loop has data of its own."""
-  made = own_loop.get_config()
-  made.train.steps, made.data.local = _plain(total_steps), shards is None
-  made.data.shards = made.data.shards if shards is None else _plain(shards)
-  made.sync = sync or made.sync
-  return made
+  settings = own_loop.get_config()
+  settings.train.steps, settings.data.local = _plain(total_steps), shards is None
+  settings.data.shards = settings.data.shards if shards is None else _plain(shards)
+  settings.sync = sync or settings.sync
+  return settings
 
 
 def _plain(number: Any) -> Any:
@@ -154,7 +157,7 @@ def _plain(number: Any) -> Any:
   return operator.index(number) if hasattr(number, '__index__') else number
 
 
-def complete(model: Model, config: run_config.Config) -> build.Assembly:
+def complete(model: ModelDescription, config: run_config.Config) -> build.Assembly:
   """The objects of a config without a task, and a model. Raises ValueError."""
   for name in model.shapes:
     if repr(name) != f"'{name}'":
@@ -162,35 +165,49 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
         f'the parameter name {name!r} has quotes or unprintable characters: rename it'
       )
   config.validate()
-  made = build.assemble_own_loop(config, model.values, dict(model.shapes), model.labels)
-  return dataclasses.replace(made, about=about(config, model))
+  terms = Terms.of(config, model)
+  assembled = build.assemble_own_loop(config, model.values, dict(model.shapes), model.labels)
+  return dataclasses.replace(assembled, about=terms.encode())
 
 
-def about(config: run_config.Config, model: Model | None = None) -> bytes:
-  """What a syncer answers before its run begins: the settings that all share, and the header of
-  the model. Later the name of the run follows (process/syncer.py)."""
-  return f'{agreement_lib.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
+class Terms(NamedTuple):
+  """What a syncer answers to a loop (bring.py).
 
+  Attributes:
+    settings: that all share, as JSON.
+    model: the header of the model; '' while the syncer has none.
+    run: the name of the run; '' before version 0.
+  """
 
-def told(answer: bytes) -> tuple[str, str, str]:
-  """Settings, header and run of a syncer's answer; '' for what is not in it."""
-  settings, header, run, *_ = [*answer.decode().split('\n'), '', '']
-  return settings, header, run
+  settings: str
+  model: str = ''
+  run: str = ''
 
+  @classmethod
+  def of(cls, config: run_config.Config, model: ModelDescription | None = None) -> 'Terms':
+    """The answer before the run begins."""
+    return cls(agreement_lib.encode(config.agreement()), model.header() if model else '')
 
-def taken(config: run_config.Config, settings: str) -> run_config.Config:
-  """The config with the shared settings of the syncer. Raises ValueError."""
-  values, shared = config.to_dict(), safe_json.parse_object(settings)
-  for name in config.agreement().keys() & shared.keys():
-    section, _, field = name.partition('.')
-    values[section][field] = shared[name]
-  return run_config.Config.from_dict(values)
+  @classmethod
+  def decode(cls, answer: bytes) -> 'Terms':
+    return cls(*answer.decode().split('\n')[:3])
+
+  def encode(self) -> bytes:
+    return '\n'.join(self if self.run else self[:2]).encode()
+
+  def applied_to(self, config: run_config.Config) -> run_config.Config:
+    """The config with the shared settings of the syncer. Raises ValueError."""
+    values, shared = config.to_dict(), safe_json.parse_object(self.settings)
+    for name in config.agreement().keys() & shared.keys():
+      section, _, field = name.partition('.')
+      values[section][field] = shared[name]
+    return run_config.Config.from_dict(values)
 
 
 # --- On disk --------------------------------------------------------------------------------------
 
 
-def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
+def write(workdir: pathlib.Path, model: ModelDescription, config: run_config.Config) -> None:
   """Writes a model to WORKDIR/syncer/model. Raises StateError; ValueError, and
   writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
@@ -210,7 +227,7 @@ def require_no_run(workdir: pathlib.Path) -> None:
     )
 
 
-def read(workdir: pathlib.Path) -> Model | None:
+def read(workdir: pathlib.Path) -> ModelDescription | None:
   """The model in a folder, None if there is none. Raises ValueError if it is damaged."""
   folder = workdir / folders.OWN_MODEL
   if not folder.exists():

@@ -23,6 +23,6 @@ class Restarts:
     longest = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** (self._failures - 1))
     return longest * (0.5 + 0.5 * self._draw.random())
 
-  def requested(self) -> None:
+  def forget_failures(self) -> None:
     """The program was ended on purpose, so the short lives before do not count."""
     self._failures = 0

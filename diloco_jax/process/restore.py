@@ -3,7 +3,7 @@
 A run goes back to a checkpoint of the syncer: the newest that verifies (`latest`), or the newest
 that verifies of those at or before a clock. Parameters, clock, ledger and data cursors come from
 it. Each learner adds the moments of its own newest checkpoint at or before that clock. Checkpoints
-that do not verify are passed over with a line that says what differs. So a log that is refused
+that do not verify are passed over with a line about what differs. So a log that is refused
 because it is damaged is mended, too: the run repeats the outer steps behind the checkpoint. Without
 a checkpoint the run starts over. Learners that the config does not have count as having left.
 
@@ -68,10 +68,10 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     raise ValueError(f'there is no run in {workdir} to restore')
   at = json_files.number(to)
   if to != LATEST and at is None:
-    there = _there_are(folders.checkpoints(folders.syncer_folder(workdir)))
+    available = _there_are(folders.checkpoints(folders.syncer_folder(workdir)))
     raise ValueError(
       f'--to is {LATEST!r} or a clock, not {to[:80]!r}; the newest checkpoint at or before it is '
-      f'taken ({there})'
+      f'taken ({available})'
     )
   places = tuple(dict.fromkeys((workdir, folders.of_learners(workdir, config.train.store))))
   _require_plain_folders(places)
@@ -135,17 +135,17 @@ def choose(places: Places, at: int | None, run: str, say: Say) -> Goal:
     say: prints a line for people.
   """
   syncer = folders.syncer_folder(places[0])
-  found = _newest(places[0], syncer, at, run, say)
-  if found is None:
-    there = folders.checkpoints(syncer)
-    if there or at is not None:
+  checkpoint = _newest(places[0], syncer, at, run, say)
+  if checkpoint is None:
+    numbers = folders.checkpoints(syncer)
+    if numbers or at is not None:
       before = '' if at is None else f' at or before clock {at}'
       raise ValueError(
-        f'no checkpoint{before} in {syncer / folders.CHECKPOINTS} is whole ({_there_are(there)}); '
-        'nothing was changed'
+        f'no checkpoint{before} in {syncer / folders.CHECKPOINTS} is whole '
+        f'({_there_are(numbers)}); nothing was changed'
       )
     return Goal(0, None, {})
-  number, record = found
+  number, record = checkpoint
   newest = {syncer: number}
   for place in places:
     for node in _islands(place):
@@ -192,8 +192,10 @@ def _require_same_run(config: run_config.Config, before: dict[str, Any]) -> None
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
   here = config.agreement()
-  if found := agreement_lib.changed(here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}):
-    raise ValueError(f'it is of a run with another config: {"; ".join(found)}')
+  if differences := agreement_lib.changed(
+    here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}
+  ):
+    raise ValueError(f'it is of a run with another config: {"; ".join(differences)}')
 
 
 def _there_are(known: list[int]) -> str:
@@ -231,7 +233,7 @@ def _go_back(
     changing='',
   )
   load.write(workdir, config)
-  (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
+  (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may be that of an ended run
   lineage_lib.write(workdir, after)
   from_there = f'continues from the checkpoint of clock {goal.clock}'
   say(f'the run {from_there if at else "starts over: its syncer has saved no checkpoint"}')

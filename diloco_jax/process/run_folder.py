@@ -79,7 +79,7 @@ def open_workdir(
       claim(workdir)
     else:
       workdir = _claim_new(workdir)
-    with held(workdir):  # of programs that start together, one gets the folder
+    with lock(workdir):  # of programs that start together, one gets the folder
       if resume:
         _check_ended(workdir)
       else:
@@ -116,10 +116,10 @@ def claim(workdir: pathlib.Path) -> None:
   OSError, and ValueError for a path that `files.require_name` refuses."""
   files_lib.require_name(workdir)
   workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
-  found = workdir.stat()
-  if found.st_mode & 0o022:
+  status = workdir.stat()
+  if status.st_mode & 0o022:
     print(
-      f'warning: other users can write to {workdir} (mode {stat.S_IMODE(found.st_mode):04o}), and '
+      f'warning: other users can write to {workdir} (mode {stat.S_IMODE(status.st_mode):04o}), and '
       'so change what the run reads: chmod 700 it',
       file=sys.stderr,
       flush=True,
@@ -132,12 +132,12 @@ def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStac
     folder = tempfile.mkdtemp(prefix='diloco-')  # a TemporaryDirectory would end with any fork
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
-  made = pathlib.Path(workdir).absolute()
-  claim(made)
-  return made
+  path = pathlib.Path(workdir).absolute()
+  claim(path)
+  return path
 
 
-def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files_lib.Files]:
+def lock(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files_lib.Files]:
   """Locks the run for one supervisor. Raises DirectoryError."""
   folder = files_lib.Files(workdir)
   try:
@@ -165,7 +165,7 @@ def _check_ended(workdir: pathlib.Path) -> None:
   A live supervisor, which starts its syncer again, holds the folder. Raises DirectoryError."""
   log = folders.log_folder(workdir)
   if log.is_dir():
-    with held(log):
+    with lock(log):
       pass
 
 
@@ -206,9 +206,9 @@ def _check_same_run(
     what = f'continue the one in {store}, with the settings that it had' if store else 'start one'
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to {what}')
   may = {'train.steps', *changed}.intersection(agreement_lib.MAY_CHANGE)
-  if found := agreement_lib.changed(config.agreement(), load.read(workdir).agreement(), may):
+  if differences := agreement_lib.changed(config.agreement(), load.read(workdir).agreement(), may):
     raise ValueError(
-      f'the run in {workdir} was started with another config: {"; ".join(found)}; '
+      f'the run in {workdir} was started with another config: {"; ".join(differences)}; '
       'continue it with its own config (`train --resume` without --config, in Python '
       'diloco_jax.run(FOLDER, FOLDER)), or choose another folder'
     )

@@ -20,7 +20,6 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, json_files, states, wal
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -69,7 +68,7 @@ class Syncer:
     self.stopped.set()
     self.event_queue.post(events.Stop(reason=reason))
 
-  def run_loops(self, make: Callable[[], own_model.Model] | None = None) -> actions.Exit:
+  def run_loops(self, make: Callable[[], own_model.ModelDescription] | None = None) -> actions.Exit:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
     none. Raises ValueError, OSError, StateError, and as `run`."""
     with contextlib.ExitStack() as cleanup:
@@ -96,7 +95,7 @@ class Syncer:
   def _receive(self, cleanup: contextlib.ExitStack) -> grpc_server.Door:
     """Waits until the first learner has brought the model, or the syncer is stopped."""
     keep = lambda model: own_model.write(self.folder, model, self.config)
-    brought = bring.Brought(keep, own_model.about(self.config))
+    brought = bring.Brought(keep, own_model.Terms.of(self.config).encode())
     door = self._listen(brought)
     cleanup.callback(door.close)
     self.records.say(
@@ -130,8 +129,10 @@ class Syncer:
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
         ports = post, payloads, dial.limits(assembled)
-        about = assembled.about or f'{assembled.agreement.encode()}\n'.encode()
-        about += f'\n{lineage_lib.begin(self.folder).run}'.encode()
+        terms = own_model.Terms(assembled.agreement)
+        if assembled.about:
+          terms = own_model.Terms.decode(assembled.about)
+        about = terms._replace(run=lineage_lib.begin(self.folder).run).encode()
         if self.processes:
           if door:  # the learner may not have its answer yet
             door.close(_ANSWER_S)
@@ -223,17 +224,16 @@ def main(
   )
   brought = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
   with (
-    lifecycle.stops(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
+    lifecycle.ending_on_signals(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
-    lifecycle.checkpoint_failures(),
-    exits.never_retry(ValueError, files_lib.DirectoryError),
+    lifecycle.errors_as_exits(),
   ):
     if assembled is None:
       result = syncer.run_loops(brought if init else None)
     else:
       syncer.theta = global_model.Theta(assembled)
       result = syncer.run(assembled)
-  return lifecycle.end(result, records)
+  return lifecycle.finish(result, records)
 
 
 def prepare() -> None:

@@ -43,9 +43,10 @@ def masters(rate: float) -> optax.GradientTransformation:
   """SGD that computes the parameters from float32 copies of them in its state."""
 
   def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    moved = jax.tree.map(lambda one, g: one - rate * g.astype(one.dtype), state['master'], grads)
+    moved = jax.tree.map(lambda p, g: p - rate * g.astype(p.dtype), state['master'], grads)
     # In float32, so that nothing but the last rounding is lost.
-    return jax.tree.map(lambda one, p: one - p.astype(one.dtype), moved, params), {'master': moved}
+    updates = jax.tree.map(lambda new, p: new - p.astype(new.dtype), moved, params)
+    return updates, {'master': moved}
 
   copy = lambda leaf: jnp.array(leaf, jnp.float32)
   return optax.GradientTransformation(lambda params: {'master': jax.tree.map(copy, params)}, update)
@@ -118,18 +119,18 @@ class Draw(NamedTuple):
 
 def draw(seed: int) -> Draw:
   rng = np.random.default_rng(seed)
-  one = lambda *choices: choices[rng.integers(len(choices))]
-  kind = one('state', 'named', 'parts', 'nnx', 'pair')
-  optimizer = one(*(_OF_PAIRS if kind == 'pair' else _OPTIMIZERS))
-  fragments, period = one(1, 2), one(2, 4)
+  choose = lambda *choices: choices[rng.integers(len(choices))]
+  kind = choose('state', 'named', 'parts', 'nnx', 'pair')
+  optimizer = choose(*(_OF_PAIRS if kind == 'pair' else _OPTIMIZERS))
+  fragments, period = choose(1, 2), choose(2, 4)
   saves = (
     kind in ('state', 'named', 'nnx') and fragments == 1
   )  # else no sync is one of all, or saves all
-  stop = one(0, period, 2 * period) % _STEPS if saves else 0
-  mesh = 'none' if kind == 'nnx' else one(*_MESHES)
+  stop = choose(0, period, 2 * period) % _STEPS if saves else 0
+  mesh = 'none' if kind == 'nnx' else choose(*_MESHES)
   return Draw(
-    seed, kind, one('float32', 'bfloat16'), mesh, optimizer, one(True, False), fragments, period,
-    stop,
+    seed, kind, choose('float32', 'bfloat16'), mesh, optimizer, choose(True, False), fragments,
+    period, stop,
   )  # fmt: skip
 
 
@@ -216,7 +217,7 @@ class _Loop(NamedTuple):
   state: Any
   step: Callable[[Any, Any], Any]
   given: Callable[[Any], dict[str, Any]]  # to `join` and `sync`
-  taken: Callable[[Any, Any, diloco_jax.Peer], Any]  # the state of what they return
+  next_state: Callable[[Any, Any, diloco_jax.Peer], Any]  # the state of what they return
   more: dict[str, Any] = {}  # to `join` alone
 
 
@@ -247,21 +248,21 @@ def _loop(drawn: Draw, seed: int) -> _Loop:
     )
   whole = drawn.kind == 'state' or (drawn.kind == 'pair' and drawn.donates)
   if whole:
-    given, taken = (lambda state: {'params': state}), (lambda state, new, peer: new)
+    given, next_state = (lambda state: {'params': state}), (lambda state, new, peer: new)
   else:
     given = lambda state: {'params': state.params, 'opt_state': state.opt_state}
-    taken = lambda state, new, peer: state.replace(params=new, opt_state=peer.opt_state)
-  return _Loop(_state(drawn, seed), _TRAIN[drawn.donates], given, taken)
+    next_state = lambda state, new, peer: state.replace(params=new, opt_state=peer.opt_state)
+  return _Loop(_state(drawn, seed), _TRAIN[drawn.donates], given, next_state)
 
 
 def _bits(state: Any) -> dict[str, np.ndarray]:
   """The leaves of a state by path; also of objects of nnx."""
   if isinstance(state, tuple) and isinstance(state[0], nnx.Module):
-    state = [nnx.state(one) for one in state]
+    state = [nnx.state(part) for part in state]
   is_key = lambda leaf: jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
   raw = lambda leaf: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-  found = jax.tree_util.tree_leaves_with_path(state)
-  return {jax.tree_util.keystr(path): raw(leaf) for path, leaf in found}
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  return {jax.tree_util.keystr(path): raw(leaf) for path, leaf in leaves}
 
 
 # --- The two oracles ------------------------------------------------------------------------------
@@ -306,10 +307,10 @@ def _joined(drawn: Draw, stops: tuple[int, ...], server: Any, workdir: pathlib.P
     state, where = loop.state, {'syncer': server.address, 'learner': 'l0'}
     where |= {'workdir': workdir} if drawn.stop else {}
     with diloco_jax.join(**loop.given(state), **loop.more, **where) as peer:
-      state = loop.taken(state, peer.params, peer)
+      state = loop.next_state(state, peer.params, peer)
       for _, batch in peer.steps(_read):
         state = loop.step(state, batch)
-        state = loop.taken(state, peer.sync(**loop.given(state), tokens=1), peer)
+        state = loop.next_state(state, peer.sync(**loop.given(state), tokens=1), peer)
         if peer.clock == stop:
           break
   return state
@@ -324,22 +325,24 @@ def _single(drawn: Draw) -> str:
     workdir = pathlib.Path(end.enter_context(tempfile.TemporaryDirectory()))
     server = end.enter_context(diloco_jax.run_syncer(total_steps=_STEPS, sync=_sync(drawn, 1)))
     stops = (drawn.stop, 0) if drawn.stop else (0,)
-    mine = _bits(_joined(drawn, stops, server, workdir))
-  wrong = [path for path, value in plain.items() if not _same(drawn, path, mine[path], value)]
+    joined = _bits(_joined(drawn, stops, server, workdir))
+  wrong = [path for path, value in plain.items() if not _same(drawn, path, joined[path], value)]
   return ', '.join(wrong)
 
 
 _EXACT = '.reference', '.key', '.scale', '.good', '.step'  # of a _State
 
 
-def _same(drawn: Draw, path: str, mine: np.ndarray, plain: np.ndarray) -> bool:
+def _same(drawn: Draw, path: str, joined: np.ndarray, plain: np.ndarray) -> bool:
   """The same bits. What a loop takes from the syncer and keeps nothing beside, in a second life or
   as a statistic, is A - (A - theta), and float32 rounds the difference of a small and a large
   value."""
   rounds = drawn.stop or "['mean']" in path or "['var']" in path
   if not rounds or path.startswith(_EXACT):
-    return np.array_equal(mine, plain)
-  return np.allclose(np.float32(mine), np.float32(plain), **_CLOSE[str(mine.dtype) == 'bfloat16'])
+    return np.array_equal(joined, plain)
+  return np.allclose(
+    np.float32(joined), np.float32(plain), **_CLOSE[str(joined.dtype) == 'bfloat16']
+  )
 
 
 def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray]]:
@@ -348,13 +351,13 @@ def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray
     loop, seen = _loop(drawn, drawn.seed), []
     where = {'syncer': server.address, 'learner': f'l{number}'}
     with diloco_jax.join(**loop.given(loop.state), **where) as peer:
-      state = loop.taken(loop.state, peer.params, peer)
+      state = loop.next_state(loop.state, peer.params, peer)
       for clock in peer.steps():
         batch = np.float32((number + 0.5) * (clock < drawn.period))
         state = loop.step(state, batch)
         if clock in (drawn.period - 1, drawn.period):
           seen.append(_bits(state))
-        state = loop.taken(state, peer.sync(**loop.given(state), tokens=1), peer)
+        state = loop.next_state(state, peer.sync(**loop.given(state), tokens=1), peer)
         if clock == drawn.period - 1:
           seen.append(_bits(state))
     return seen
@@ -377,13 +380,15 @@ def _pair(drawn: Draw) -> str:
       moved = [path for seen in (ours, others) if not np.array_equal(seen[0][path], seen[1][path])]
       wrong += [f'{path} that an adoption has moved'] * bool(moved)
     if drawn.optimizer == 'schedule_free' and '.z[' in path:
-      gaps = [np.abs(np.float32(mine[path]) - its[path]).max() for mine, its in zip(ours, others)]
+      gaps = [
+        np.abs(np.float32(joined[path]) - plain[path]).max() for joined, plain in zip(ours, others)
+      ]
       wrong += [f'{path} that are apart'] * bool(gaps[1] > gaps[0] / 2)
   for path, adopted in ours[1].items():
     if not path.startswith('.params'):
       continue
     (gave, _, kept), (gave_too, adopted_too, kept_too) = (
-      [np.float32(one[path]) for one in seen] for seen in (ours, others)
+      [np.float32(bits[path]) for bits in seen] for seen in (ours, others)
     )
     wrong += [f'{path} of both'] * (not np.array_equal(np.float32(adopted), adopted_too))
     mean = (gave + gave_too) / 2
@@ -402,11 +407,11 @@ def difference(drawn: Draw) -> str:
 
 
 def main(seed: int, count: int) -> None:
-  found = {n: text for n in range(seed, seed + count) if (text := difference(draw(n)))}
-  for number, text in found.items():
+  differences = {n: text for n in range(seed, seed + count) if (text := difference(draw(n)))}
+  for number, text in differences.items():
     print(f'{draw(number)}: {text}')
-  print(f'{count} loops from seed {seed} on, {len(found)} differ')
-  sys.exit(bool(found))
+  print(f'{count} loops from seed {seed} on, {len(differences)} differ')
+  sys.exit(bool(differences))
 
 
 if __name__ == '__main__':

@@ -108,8 +108,8 @@ class _Held(NamedTuple):
     return self._replace(**fields)
 
 
-def _plus(one: Any, other: Any, sign: int = 1) -> Any:
-  return jax.tree.map(lambda a, b: np.float32(a) + sign * np.float32(b), one, other)
+def _plus(first: Any, other: Any, sign: int = 1) -> Any:
+  return jax.tree.map(lambda a, b: np.float32(a) + sign * np.float32(b), first, other)
 
 
 def _farthest(tree: Any) -> float:
@@ -138,32 +138,32 @@ def _follow(kind: _Kind, way: str) -> _Followed:
     return held, {'params': held} if way == 'whole' else held._asdict()
 
   def off() -> float:
-    pairs = [(mine.params, alone.params)]
-    pairs.append(tuple(kind.evaluated(one.opt_state, one.params) for one in (mine, alone)))
-    return max(_farthest(_plus(_plus(one, moved, -1), plain, -1)) for one, plain in pairs)
+    pairs = [(joined.params, alone.params)]
+    pairs.append(tuple(kind.evaluated(loop.opt_state, loop.params) for loop in (joined, alone)))
+    return max(_farthest(_plus(_plus(tree, moved, -1), plain, -1)) for tree, plain in pairs)
 
   (alone, given), worst = begin(), 0.0
   moved, adopted = _plus(alone.params, alone.params, -1), 0.0
   with diloco_jax.run_syncer(**_RUN) as server:
     with diloco_jax.join(**given, syncer=server.address, label=kind.label) as peer:
-      taken = peer.params
-      mine = taken if way == 'whole' else _Held(taken, peer.opt_state)
+      first = peer.params
+      joined = first if way == 'whole' else _Held(first, peer.opt_state)
       for _ in peer.steps():
-        mine, alone = step(mine), step(alone, 0.25 if kind.free else 0.5)
+        joined, alone = step(joined), step(alone, 0.25 if kind.free else 0.5)
         worst = worst if kind.free else max(worst, off())
-        trained = jax.tree.map(np.float32, mine.params)
+        trained = jax.tree.map(np.float32, joined.params)
         if way == 'whole':
-          mine = peer.sync(mine, tokens=1)
+          joined = peer.sync(joined, tokens=1)
         else:
-          params = peer.sync(**mine._asdict(), tokens=1)
-          mine = _Held(params, peer.opt_state if way == 'parts' else mine.opt_state)
+          params = peer.sync(**joined._asdict(), tokens=1)
+          joined = _Held(params, peer.opt_state if way == 'parts' else joined.opt_state)
         if not kind.free:
-          moved = _plus(moved, _plus(mine.params, trained, -1))
-        adopted += _farthest(_plus(mine.params, trained, -1))
+          moved = _plus(moved, _plus(joined.params, trained, -1))
+        adopted += _farthest(_plus(joined.params, trained, -1))
         if not (kind.free and peer.clock and peer.clock % 4):
           worst = max(worst, off())
     merged = server.wait(_DEADLINE_S)
-  named = {name: leaf for name, leaf in arrays.by_name(mine.params).items() if name in merged}
+  named = {name: leaf for name, leaf in arrays.by_name(joined.params).items() if name in merged}
   return _Followed(adopted, worst, _farthest(_plus(named, dict(merged), -1)))
 
 
@@ -218,7 +218,7 @@ def test_fast_and_slow_parameters_of_lookahead_are_adopted_alike(capfd):
         if adopted and opt_state.steps_since_sync:  # else it draws the two together
           assert _farthest(_plus(new, params, -1)) == 0
         params = peer.sync(jax.tree.map(jnp.copy, new), tokens=1, opt_state=opt_state)
-        adopted += min(_farthest(_plus(one, two, -1)) for one, two in zip(params, new)) > 0.1
+        adopted += min(_farthest(_plus(first, two, -1)) for first, two in zip(params, new)) > 0.1
     merged = server.wait(_DEADLINE_S)
   assert adopted
   for name, leaf in params.slow.items():
@@ -308,13 +308,13 @@ def test_a_loop_whose_long_step_undoes_what_it_adopts_is_told_once(name, capfd):
     with diloco_jax.join(own, syncer=server.address) as peer:
       held = jax.tree.map(np.array, peer.params)
       for clock in peer.steps():
-        own = jax.tree.map(lambda one, two, clock=clock: _LOOPS[name](one, two, clock), own, held)
+        own = jax.tree.map(functools.partial(_LOOPS[name], clock=clock), own, held)
         held = jax.tree.map(np.array, peer.sync(own, tokens=1))
-  told = re.findall(f'w: {_BACK}.*', capfd.readouterr().out)
-  assert len(told) == (name in ('keeps', 'arrives at once'))
-  for one in told:
-    assert 'If each step of the loop reaches its goal at once, nothing is wrong' in one
-    assert 'write what `peer.sync` returns into that tree' in one
+  lines = re.findall(f'w: {_BACK}.*', capfd.readouterr().out)
+  assert len(lines) == (name in ('keeps', 'arrives at once'))
+  for line in lines:
+    assert 'If each step of the loop reaches its goal at once, nothing is wrong' in line
+    assert 'write what `peer.sync` returns into that tree' in line
 
 
 @pytest.mark.long
@@ -354,17 +354,17 @@ def test_masters_of_an_optimizer_follow_what_was_merged_while_their_learner_was_
 def test_copies_of_parameters_are_found_in_the_states_of_optax(tx, copy):
   """By their types, also if all values are zeros."""
   params = {'w': jnp.zeros((4, 4)), 'b': jnp.zeros(4)}
-  _, kept, found = _moving(params, jax.tree.map(jnp.asarray, tx.init(params)))
+  _, kept, kinds = _moving(params, jax.tree.map(jnp.asarray, tx.init(params)))
   new = jax.tree.map(lambda leaf: leaf + 1, params)
-  found.take(new, kept)  # a step that has moved the parameters, and nothing else
-  moving = {name.split('/')[-2] for name in kept if found.moves(name)}
+  kinds.take(new, kept)  # a step that has moved the parameters, and nothing else
+  moving = {name.split('/')[-2] for name in kept if kinds.moves(name)}
   assert moving == ({copy} if copy else set())
 
 
 def test_copies_of_parameters_are_found_in_an_optimizer_of_nnx():
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  _, kept, found = _moving((model, nnx.Optimizer(model, _FREE, wrt=nnx.Param)))
-  assert {name.split('/z/')[-1] for name in kept if found.moves(name)} == {'kernel', 'bias'}
+  _, kept, kinds = _moving((model, nnx.Optimizer(model, _FREE, wrt=nnx.Param)))
+  assert {name.split('/z/')[-1] for name in kept if kinds.moves(name)} == {'kernel', 'bias'}
 
 
 def _moving(*given: Any) -> tuple[dict[str, Any], dict[str, Any], copies.Copies]:

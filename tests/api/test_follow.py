@@ -1,6 +1,7 @@
 """Following a run: a real syncer, a loop that trains, and followers in the same program."""
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -52,10 +53,7 @@ def _equal(ours: dict[str, np.ndarray], theirs: dict[str, jax.Array]) -> None:
     assert ours[name].dtype == leaf.dtype and ours[name].tobytes() == np.asarray(leaf).tobytes()
 
 
-@contextlib.contextmanager
-def _syncer(**settings):
-  with diloco_jax.run_syncer(_init, total_steps=STEPS, **settings) as server:
-    yield server
+_syncer = functools.partial(diloco_jax.run_syncer, _init, total_steps=STEPS)
 
 
 def test_a_follower_has_the_bits_of_the_syncer_through_its_restart(tmp_path, monkeypatch):
@@ -77,13 +75,13 @@ def test_a_follower_has_the_bits_of_the_syncer_through_its_restart(tmp_path, mon
   assert version > middle and isinstance(params['a'], jax.Array)
   _equal(params, trained)
   _equal(params, diloco_jax.load_params(tmp_path))
-  told = [row for row in diloco_jax.records(tmp_path) if row['name'] == 'followers']
-  assert max(row['count'] for row in told) == 1 and told[-1]['count'] == 0
+  rows = [row for row in diloco_jax.records(tmp_path) if row['name'] == 'followers']
+  assert max(row['count'] for row in rows) == 1 and rows[-1]['count'] == 0
 
 
 def test_followers_change_nothing_and_leave_at_any_time(tmp_path):
   """In lock step the model of a run is known: with followers it has the same bits."""
-  found = []
+  trained = []
   for count in (0, 3):
     with _syncer(sync=_sync(), workdir=tmp_path / str(count)) as server:
       models = [diloco_jax.follow(server.address) for _ in range(count)]
@@ -92,20 +90,20 @@ def test_followers_change_nothing_and_leave_at_any_time(tmp_path):
       for model in models[:1]:
         model.close()
       _train(server.address)
-      found.append(server.wait(DEADLINE_S))
+      trained.append(server.wait(DEADLINE_S))
       for model in models[1:]:
         *_, (_, params) = model
-        _equal(params, found[0])
-  _equal(found[1], found[0])
+        _equal(params, trained[0])
+  _equal(trained[1], trained[0])
 
 
 def test_a_follower_comes_before_the_model():
   with diloco_jax.run_syncer(total_steps=STEPS, sync=_sync()) as server:
-    found, arrived = [], threading.Event()
+    models, arrived = [], threading.Event()
 
     def receive():
       for model in diloco_jax.follow(server.address):
-        found.append(model)
+        models.append(model)
         arrived.set()
 
     follows = threading.Thread(target=receive)
@@ -115,7 +113,7 @@ def test_a_follower_comes_before_the_model():
     _train(server.address)
     trained = server.wait(DEADLINE_S)
     follows.join(DEADLINE_S)
-  _equal(found[-1][1], trained)
+  _equal(models[-1][1], trained)
 
 
 def test_a_follower_proves_its_name_and_is_kept_out_once_that_is_revoked(tmp_path):
@@ -191,7 +189,7 @@ def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypat
   def train(steps):
     config.train.steps = steps
     exits = diloco_jax.run(config, tmp_path / 'run').exits
-    assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
+    assert {name: end.code for name, end in exits.items()} == {'syncer': 0, 'l0': 0}
     return diloco_jax.load_params(tmp_path / 'run')
 
   def damage():

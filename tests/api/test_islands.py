@@ -59,8 +59,8 @@ class _Run:
     name = threading.current_thread().name
     if self.others_first and (ends := self.facts(name, 'exit')):
       others = [device for device in self.controller.devices if device != name]
-      since = lambda one: [s for s in self.facts(one, 'step') if s['t_ns'] > ends[-1]['t_ns']]
-      self.until(lambda: all(len(since(one)) >= 3 for one in others))
+      since = lambda other: [s for s in self.facts(other, 'step') if s['t_ns'] > ends[-1]['t_ns']]
+      self.until(lambda: all(len(since(other)) >= 3 for other in others))
     original(work, *rest)
 
   def step(self, original: Callable[..., None], work: learner_work.LearnerWork, clock: int) -> None:
@@ -73,8 +73,8 @@ class _Run:
   def facts(self, node: str, name: str, **values) -> list[dict]:
     path = self.folder / 'records' / f'{node}.jsonl'
     rows = path.read_text().split('\n')[:-1] if path.exists() else []
-    found = [fact for fact in map(json.loads, rows) if fact['name'] == name]
-    return [fact for fact in found if values.items() <= fact.items()]
+    named = [fact for fact in map(json.loads, rows) if fact['name'] == name]
+    return [fact for fact in named if values.items() <= fact.items()]
 
   def steps(self, node: str) -> int:
     return len(self.facts(node, 'step'))
@@ -95,7 +95,7 @@ class _Run:
     """Ends the run; every node ends in order, the ledger adds up, every invariant holds."""
     self.controller.stop('the plan was carried out')
     exits = self.controller.join(PATIENCE_S)
-    assert not any(one.code for one in exits.values()), exits
+    assert not any(end.code for end in exits.values()), exits
     assert self.controller.outcome().code == 0
     ledger = self.facts('syncer', 'ledger')[-1]
     assert chaos_report.balance(ledger) == 0, ledger

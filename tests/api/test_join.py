@@ -279,7 +279,7 @@ def test_a_loop_that_is_left_and_begun_again_makes_the_bits_of_one_that_was_not(
   sync = _sync(overlap=0, adopt='overwrite', merge='avg', embedding_merge='avg', **lossless)
   tx = optax.adamw(optax.cosine_decay_schedule(0.1, 8))
 
-  def made():
+  def make():
     model = _Classifier()
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -288,7 +288,7 @@ def test_a_loop_that_is_left_and_begun_again_makes_the_bits_of_one_that_was_not(
     with diloco_jax.run_syncer(total_steps=8, sync=sync, workdir=folder / 'run') as server:
       where = {'syncer': server.address, 'learner': 'l0', 'workdir': folder / 'l0'}
       for stop in stops:
-        model, optimizer = made()
+        model, optimizer = make()
         with diloco_jax.join((model, optimizer), **where) as peer:
           for _, batch in peer.steps(_batch):
             losses.append(float(_classify(model, optimizer, batch)))
@@ -296,7 +296,7 @@ def test_a_loop_that_is_left_and_begun_again_makes_the_bits_of_one_that_was_not(
             if peer.clock == stop:
               break
       server.wait(_DEADLINE_S)
-    model, optimizer = diloco_jax.load_params(folder / 'run', into=made())
+    model, optimizer = diloco_jax.load_params(folder / 'run', into=make())
     model.eval()
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
       return losses, np.asarray(model(_batch(9, 9)))

@@ -41,7 +41,7 @@ def _run(tmp_path_factory) -> pathlib.Path:
   config.train.steps = 12
   folder = tmp_path_factory.mktemp('trained') / 'run'
   exits = diloco_jax.run(config, folder).exits
-  assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
+  assert {name: end.code for name, end in exits.items()} == {'syncer': 0, 'l0': 0}
   return folder
 
 
@@ -90,12 +90,11 @@ def test_what_is_given_keeps_its_types_and_its_places(run, kind):
 
 
 def test_shapes_are_filled_with_arrays_of_their_types(run):
-  half = lambda leaf: leaf.astype(jnp.bfloat16)
   model = diloco_jax.load_params(run)
-  shapes = jax.eval_shape(lambda: jax.tree.map(half, jax.tree.map(jnp.asarray, model)))
-  read = diloco_jax.load_params(run, into=shapes)
+  half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+  read = diloco_jax.load_params(run, into=jax.eval_shape(lambda: half))
   assert {str(leaf.dtype) for leaf in jax.tree.leaves(read)} == {'bfloat16'}
-  jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(half, model))
+  jax.tree.map(np.testing.assert_array_equal, read, half)
 
 
 def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
@@ -136,7 +135,7 @@ def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
   for steps in (6, 8):
     config.train.steps = steps
     exits = diloco_jax.run(config, tmp_path, syncer='none').exits
-    assert {name: one.code for name, one in exits.items()} == {'l0': 0}
+    assert {name: end.code for name, end in exits.items()} == {'l0': 0}
     models.append(diloco_jax.load_params(tmp_path))
   assert exits['l0'].text.startswith('done at step 8: 2 steps')
   first, last = (model['layers'][1]['query'] for model in models)

@@ -1,5 +1,6 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
+import contextlib
 import dataclasses
 import pathlib
 import pickle
@@ -18,6 +19,7 @@ import optax
 import pytest
 
 import diloco_jax
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
@@ -73,6 +75,17 @@ def _step(params, opt_state, words):
   return optax.apply_updates(params, updates), opt_state, loss
 
 
+_PAIRED = dataclasses.replace(_ONE, fragments=2)
+
+
+@contextlib.contextmanager
+def _joined(params, total_steps, sync=_ONE, init=None, **kwargs):
+  """A syncer, and a loop that has joined it."""
+  with diloco_jax.run_syncer(init, total_steps=total_steps, sync=sync) as server:
+    with diloco_jax.join(params, learner='l0', syncer=server.address, **kwargs) as peer:
+      yield server, peer
+
+
 @pytest.fixture(scope='module', name='server')
 def _server():
   """A syncer for many loops, one after the other."""
@@ -80,7 +93,7 @@ def _server():
     yield server
 
 
-def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwargs):
+def _loop(server, name, losses, seed=0, metrics=lambda loss: {'loss': loss}, **kwargs):
   params = _params(seed)
   opt_state = _TX.init(params)
   with diloco_jax.join(params, learner=name, syncer=server.address, **kwargs) as peer:
@@ -88,7 +101,7 @@ def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwar
     for _clock, words in peer.steps(_batch):
       params, opt_state, loss = _step(params, opt_state, words)
       tokens = np.prod(words.shape)  # an integer of NumPy
-      params = peer.sync(params, tokens=tokens, metrics=told(loss))
+      params = peer.sync(params, tokens=tokens, metrics=metrics(loss))
       losses.append(float(loss))
   return params
 
@@ -103,7 +116,7 @@ def _threads(*calls):
     except BaseException as error:
       results[number] = error
 
-  threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(calls)]
+  threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -118,12 +131,13 @@ def _threads(*calls):
 def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd):
   """What they measure is in their folders; the syncer's own tells of both, too. Each has its own
   data, and the settings of the syncer."""
-  losses, place, told = {'l0': [], 'l1': []}, tmp_path / 'l0', lambda loss: {'loss': loss, 'two': 2}
+  losses, place = {'l0': [], 'l1': []}, tmp_path / 'l0'
+  metrics = lambda loss: {'loss': loss, 'two': 2}
   with diloco_jax.run_syncer(
     total_steps=120, sync=_sync(), workdir=tmp_path / 'run', shards=None
   ) as server:
     ends = _threads(
-      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place, shards=None),
+      lambda: _loop(server, 'l0', losses['l0'], metrics=metrics, workdir=place, shards=None),
       lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
     )
     merged = server.wait(_DEADLINE_S)
@@ -184,8 +198,8 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     assert 20 < count('l1', 'run') < 30  # of the one before
     assert 'fresh' not in capfd.readouterr().out
     assert count('l1', 'other') == 0
-    told = capfd.readouterr().out
-    assert told.count('begins with the opt_state that join was given') == 1, told
+    out = capfd.readouterr().out
+    assert out.count('begins with the opt_state that join was given') == 1, out
     assert count('l1', 'other') == 10
     store = str(tmp_path / 'run')
     assert count('l0', 'new', store) == 20, 'its own, from the store'
@@ -215,23 +229,18 @@ def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
     'embed': place(jnp.ones((16, 8)), None, 'x'),
     'small': [place(jnp.ones((8, 2)), 'x'), place(jnp.ones((2, 8)), None, 'x')],  # neighbours
   }
-  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
-  with (
-    diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
-    jax.set_mesh(others),
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
-  ):
-    mine = peer.params
+  with jax.set_mesh(others), _joined(params, 8, _PAIRED, init=params) as (server, peer):
+    held = peer.params
     for _ in peer.steps():
       with jax.set_mesh(mesh):
-        mine = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), mine)
-      back = peer.sync(mine, tokens=1)
+        held = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), held)
+      back = peer.sync(held, tokens=1)
       assert jax.tree.structure(back) == jax.tree.structure(params)
-      for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
-        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
-      mine = back
+      for new, leaf in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
+        assert (new.dtype, new.sharding) == (leaf.dtype, leaf.sharding)
+      held = back
     server.wait(_DEADLINE_S)
-  assert np.asarray(mine['embed']).max() < 0.5
+  assert np.asarray(held['embed']).max() < 0.5
 
 
 def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, capfd):
@@ -252,40 +261,33 @@ def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, ca
         held = peer.sync({**held, 'w': held['w'] + 1}, tokens=1)
     merged = server.wait(_DEADLINE_S)
   assert 0 < seen[-1] == float(merged['w'].sum())
-  found = list(diloco_jax.records(tmp_path))
-  assert [row['loss'] for row in found if row['name'] == 'eval'][-1] == 2.0
-  accuracies = [row['values'] for row in found if row['name'] == 'metrics']
+  rows = list(diloco_jax.records(tmp_path))
+  assert [row['loss'] for row in rows if row['name'] == 'eval'][-1] == 2.0
+  accuracies = [row['values'] for row in rows if row['name'] == 'metrics']
   assert accuracies == [{'accuracy': value} for value in seen]
-  told = rf'held-out at clock \d+: accuracy: {re.escape(f"{seen[-1]:.4g}")}'
-  assert re.search(told, capfd.readouterr().out)
+  line = rf'held-out at clock \d+: accuracy: {re.escape(f"{seen[-1]:.4g}")}'
+  assert re.search(line, capfd.readouterr().out)
 
 
 def test_every_array_keeps_its_place_in_the_tree():
   """Of twelve layers, '10' comes before '2' among names, and after it in the tree."""
   params = [jnp.full((8, 8), float(layer)) for layer in range(12)]
-  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
-  with (
-    diloco_jax.run_syncer(params, total_steps=12, sync=sync) as server,
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=12, sync=sync) as peer,
-  ):
-    mine = peer.params
+  with _joined(params, 12, _PAIRED, init=params) as (_, peer):
+    held = peer.params
     for _ in peer.steps():
-      mine = peer.sync(mine, tokens=1)
-      np.testing.assert_allclose([leaf[0, 0] for leaf in mine], np.arange(12), atol=1e-3)
+      held = peer.sync(held, tokens=1)
+      np.testing.assert_allclose([leaf[0, 0] for leaf in held], np.arange(12), atol=1e-3)
 
 
 def test_a_jitted_step_is_compiled_once():
   """Also if its other arguments are committed to no device, as those of an optimizer are."""
   params = {'w': jnp.ones((8, 8))}
   step = jax.jit(lambda params, count: ({'w': params['w'] * 0.9}, count + params['w'].sum()))
-  with (
-    diloco_jax.run_syncer(params, total_steps=8, sync=_ONE) as server,
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=_ONE) as peer,
-  ):
-    mine, count = peer.params, jnp.zeros(())
+  with _joined(params, 8) as (_, peer):
+    held, count = peer.params, jnp.zeros(())
     for _ in peer.steps():
-      mine, count = step(mine, count)
-      mine = peer.sync(mine, tokens=1)
+      held, count = step(held, count)
+      held = peer.sync(held, tokens=1)
   assert step._cache_size() == 1
 
 
@@ -295,14 +297,7 @@ def test_the_arrays_that_join_was_given_do_not_live_on():
   opt_state = _TX.init(params)
   given = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, opt_state))]
   with diloco_jax.run_syncer(total_steps=120, sync=_sync(learners=1)) as server:
-    with diloco_jax.join(
-      params,
-      learner='l0',
-      syncer=server.address,
-      total_steps=120,
-      sync=_sync(learners=1),
-      opt_state=opt_state,
-    ) as peer:
+    with diloco_jax.join(params, syncer=server.address, opt_state=opt_state) as peer:
       params, opt_state = peer.params, peer.opt_state
       _, words = next(peer.steps(_batch))
       params, opt_state, _ = _step(params, opt_state, words)
@@ -360,19 +355,19 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with diloco_jax.run_syncer(params, total_steps=4, sync=sync) as server:
     kwargs = {'learner': 'l0', 'syncer': server.address, 'total_steps': 4}
     with diloco_jax.join(params, sync=sync, **kwargs) as peer:
-      mine = peer.params
+      held = peer.params
       with pytest.raises(ValueError, match='tokens is 0'):
-        peer.sync(mine, tokens=0)
+        peer.sync(held, tokens=0)
       with pytest.raises(ValueError, match=r'loss has the shape \(8,\), give one number'):
-        peer.sync(mine, tokens=1, metrics={'loss': jnp.zeros(8)})
+        peer.sync(held, tokens=1, metrics={'loss': jnp.zeros(8)})
       with pytest.raises(ValueError, match="phase is 'warm', give one number"):
-        peer.sync(mine, tokens=1, metrics={'loss': jnp.zeros(()), 'phase': 'warm'})
+        peer.sync(held, tokens=1, metrics={'loss': jnp.zeros(()), 'phase': 'warm'})
       with pytest.raises(TypeError, match='float'):
-        peer.sync(mine, tokens=1.0)
+        peer.sync(held, tokens=1.0)
       with pytest.raises(ValueError, match='join was given no opt_state'):
-        peer.sync(mine, tokens=1, opt_state={})
+        peer.sync(held, tokens=1, opt_state={})
       with pytest.raises(ValueError, match=r'w is float32\[4, 8\], join was given float32\[8, 8\]'):
-        peer.sync({'w': mine['w'][:4]}, tokens=1)
+        peer.sync({'w': held['w'][:4]}, tokens=1)
       steps = peer.steps()
       next(steps)
       with pytest.raises(RuntimeError, match='once per step'):
@@ -390,18 +385,17 @@ def test_wrong_calls_are_refused_with_a_remedy():
 
 def test_what_only_one_call_may_do_is_refused_at_the_other(tmp_path):
   """Twice in a step, beside another thread, in another process; and the loop goes on."""
-  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params, seen = peer.params, []
-      for _, batch in peer.steps(lambda shard, index: index):
-        seen.append(batch)
-        params = peer.sync(params, tokens=1)
-        if peer.clock is not None:
-          with pytest.raises(RuntimeError, match='called twice in one step.*Nothing of this call'):
-            peer.sync(params, tokens=1)
-      assert seen == list(range(20)), 'no batch is left out'
-      with pytest.raises(TypeError, match='l0 cannot go to another process: call join there'):
-        pickle.dumps(peer)
+  with _joined(_params(), 20) as (_, peer):
+    params, seen = peer.params, []
+    for _, batch in peer.steps(lambda shard, index: index):
+      seen.append(batch)
+      params = peer.sync(params, tokens=1)
+      if peer.clock is not None:
+        with pytest.raises(RuntimeError, match='called twice in one step.*Nothing of this call'):
+          peer.sync(params, tokens=1)
+    assert seen == list(range(20)), 'no batch is left out'
+    with pytest.raises(TypeError, match='l0 cannot go to another process: call join there'):
+      pickle.dumps(peer)
   entered, goes_on = threading.Event(), threading.Event()
 
   class Waits(float):  # a metric, which the first thread is kept at
@@ -410,19 +404,18 @@ def test_what_only_one_call_may_do_is_refused_at_the_other(tmp_path):
       goes_on.wait(_DEADLINE_S)
       return 1.0
 
-  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params, steps = peer.params, peer.steps()
-      next(steps)
-      with futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(peer.sync, params, tokens=1, metrics={'loss': Waits()})
-        assert entered.wait(_DEADLINE_S)
-        with pytest.raises(RuntimeError, match='another thread is in peer.sync'):
-          peer.sync(params, tokens=1)
-        goes_on.set()
-        params = first.result(_DEADLINE_S)
-      for _ in steps:
-        params = peer.sync(params, tokens=1)
+  with _joined(_params(), 20) as (_, peer):
+    params, steps = peer.params, peer.steps()
+    next(steps)
+    with futures.ThreadPoolExecutor(1) as pool:
+      first = pool.submit(peer.sync, params, tokens=1, metrics={'loss': Waits()})
+      assert entered.wait(_DEADLINE_S)
+      with pytest.raises(RuntimeError, match='another thread is in peer.sync'):
+        peer.sync(params, tokens=1)
+      goes_on.set()
+      params = first.result(_DEADLINE_S)
+    for _ in steps:
+      params = peer.sync(params, tokens=1)
 
 
 _FORKS = """
@@ -474,9 +467,9 @@ def test_a_loop_takes_the_settings_of_the_syncer_and_keeps_its_own(tmp_path, cap
     with diloco_jax.run_syncer(total_steps=steps, workdir=tmp_path / 'run', **kwargs) as server:
       with diloco_jax.join(params, learner='l0', syncer=server.address, **own) as peer:
         assert peer.total_steps == steps
-        mine = peer.params
+        held = peer.params
         for _ in peer.steps():
-          mine = peer.sync(mine, tokens=1)
+          held = peer.sync(held, tokens=1)
       server.wait(_DEADLINE_S)
     said = capfd.readouterr().out
     assert re.search(r'\[l0\] .* done at clock', said)
@@ -521,10 +514,10 @@ def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
   params = {'w': jnp.ones((8, 8))}
   with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
     assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
-  told = (
+  line = (
     '[l0] the run has ended: there are no steps left. peer.params are those that join was given'
   )
-  assert capfd.readouterr().out.count(told) == 1
+  assert capfd.readouterr().out.count(line) == 1
 
 
 @pytest.mark.parametrize('brought', [True, False])
@@ -545,27 +538,26 @@ def test_a_run_begins_with_the_moments_of_no_other_run(brought, tmp_path):
 
 def test_a_loop_that_does_not_use_the_moments_of_its_checkpoint_is_told(server, tmp_path, capfd):
   kwargs = {'learner': 'l0', 'syncer': server.address, 'workdir': tmp_path}
-  told = r'\[l0\] .*opt_state: the moments of the checkpoint at step \d+ are not used'
+  line = r'\[l0\] .*opt_state: the moments of the checkpoint at step \d+ are not used'
   for reads, times in ((False, 0), (True, 0), (False, 1)):
     params, moments = _params(), {'m': jnp.zeros(3)}
     with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
       params, moments = peer.params, peer.opt_state if reads else moments
       for _ in zip(range(2), peer.steps()):
         params = peer.sync(params, tokens=1, opt_state=moments)
-    assert len(re.findall(told, capfd.readouterr().out)) == times
+    assert len(re.findall(line, capfd.readouterr().out)) == times
 
 
 def test_a_loop_that_goes_on_with_what_was_replaced_fails_with_small_arrays_too():
   """Small arrays are replaced in one vector."""
   step = jax.jit(lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params))
   sync = diloco_jax.SyncConfig(learners=1, quorum=1, fragments=1, period=2, overlap=0)
-  with diloco_jax.run_syncer(total_steps=20, sync=sync) as server:  # in lock step
-    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
-      params = peer.params
-      with pytest.raises(RuntimeError, match='deleted'):
-        for _ in peer.steps():
-          params = step(params)
-          peer.sync(params, tokens=1)
+  with _joined(_params(), 20, sync) as (_, peer):  # in lock step
+    params = peer.params
+    with pytest.raises(RuntimeError, match='deleted'):
+      for _ in peer.steps():
+        params = step(params)
+        peer.sync(params, tokens=1)
 
 
 def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
@@ -587,18 +579,11 @@ def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
       return float(self.clock)
 
   waited, seen = [], []
-  run = {
-    'total_steps': 4,
-    'sync': diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1),
-  }
-  params = {'w': jnp.ones((8, 8))}
-  with diloco_jax.run_syncer(**run) as server:
-    place = {'syncer': server.address, 'workdir': tmp_path}
-    with diloco_jax.join(params, learner='l0', **place, **run) as peer:
-      params = peer.params
-      for clock in peer.steps():
-        params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
-        seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
+  with _joined({'w': jnp.ones((8, 8))}, 4, workdir=tmp_path) as (_, peer):
+    params = peer.params
+    for clock in peer.steps():
+      params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
+      seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
   assert seen == [([0], 1), ([0], 2), ([0], 2), ([0, 2, 3], 4)]
 
 
@@ -639,11 +624,10 @@ def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay():
   table = jnp.ones((8, 8))
   inner = jax.jit(lambda trained: 0.9 * trained)
   params = {'w': jnp.ones((8, 8)), 'embed': table, 'head': table, 'scale': 1.0}
-  with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
-    with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
-      held = peer.params
-      for _ in peer.steps():
-        held = peer.sync({**held, 'w': inner(held['w'])}, tokens=1)
+  with _joined(params, 8) as (_, peer):
+    held = peer.params
+    for _ in peer.steps():
+      held = peer.sync({**held, 'w': inner(held['w'])}, tokens=1)
   assert np.all(held['w'] < params['w'])
   assert not table.is_deleted() and not params['w'].is_deleted()
 
@@ -751,8 +735,8 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
       for _ in peer.steps():
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
-    settings = own_model.about(own_model.config(4, _ONE, 16)).decode()
-    monkeypatch.setattr(bring, 'meet', lambda *args: (settings, ''))
+    terms = own_model.Terms.of(own_model.config(4, _ONE, 16))
+    monkeypatch.setattr(admission_lib, 'meet', lambda *args: terms)
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
     ):
@@ -769,14 +753,12 @@ def test_a_loop_ends_with_its_egress_thread(monkeypatch):
     return keep(store, data)
 
   monkeypatch.setattr(payloads_lib, 'keep', keep_unless_it_leaves_a_learner)
-  kwargs = {'total_steps': 1_000_000, 'sync': _ONE}
-  with diloco_jax.run_syncer(**kwargs) as server:
-    with pytest.raises(MemoryError, match='no room for the contribution'):
-      with diloco_jax.join(_params(), learner='l0', syncer=server.address, **kwargs) as peer:
-        deadline_s = time.monotonic() + _DEADLINE_S
-        for _ in peer.steps():
-          assert time.monotonic() < deadline_s, 'the loop trains on'
-          peer.sync(peer.params, tokens=1)
+  with pytest.raises(MemoryError, match='no room for the contribution'):
+    with _joined(_params(), 1_000_000) as (_, peer):
+      deadline_s = time.monotonic() + _DEADLINE_S
+      for _ in peer.steps():
+        assert time.monotonic() < deadline_s, 'the loop trains on'
+        peer.sync(peer.params, tokens=1)
 
 
 @pytest.mark.parametrize('error', [MemoryError('on the device'), KeyboardInterrupt()], ids=str)
@@ -824,7 +806,7 @@ def test_what_a_loop_gives_may_be_written_again(tmp_path):
       return False
 
   params, loss, donated = {'w': _aligned(1.0)}, np.zeros(()), jnp.ones(())
-  spend = jax.jit(lambda one: one + 1, donate_argnums=0)
+  spend = jax.jit(lambda value: value + 1, donate_argnums=0)
   with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
     moments = {'m': _aligned(1.0)}
     where = {'syncer': server.address, 'workdir': tmp_path, 'learner': 'l0'}

@@ -45,7 +45,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch, capsys)
 
   def run(steps: int) -> dict:
     exits = single_controller.run(_config(steps, learners=1), tmp_path).exits
-    assert {one.code for one in exits.values()} == {0}, exits
+    assert {end.code for end in exits.values()} == {0}, exits
     return _facts(tmp_path, 'syncer', 'ledger')[-1]
 
   first = run(STEPS)
@@ -93,7 +93,7 @@ def test_two_learners_with_the_same_text_of_their_own_run_to_the_end(tmp_path):
     (tmp_path / name / 'notes.txt').write_text('the same few words of both of them\n' * 400)
   config.data.corpus, config.data.local = str(tmp_path / '{node}'), True
   exits = single_controller.run(config, tmp_path / 'run').exits
-  assert {one.code for one in exits.values()} == {0}, exits
+  assert {end.code for end in exits.values()} == {0}, exits
   assert not _facts(tmp_path / 'run', 'syncer', 'eval')
   ledger = _facts(tmp_path / 'run', 'syncer', 'ledger')[-1]
   assert ledger['merged'] == ledger['fragments'] * ledger['trained'] > 0, ledger
@@ -112,7 +112,7 @@ def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
   config.model.remat, config.model.loss_chunk = 'full', 8
   config.mesh.fsdp = 2
   exits = single_controller.run(config, tmp_path).exits
-  assert {one.code for one in exits.values()} == {0}, exits
+  assert {end.code for end in exits.values()} == {0}, exits
   losses = [fact['loss'] for fact in _facts(tmp_path, 'syncer', 'eval')]
   assert losses[-1] < losses[0] - 1.0, losses
   ledger = _facts(tmp_path, 'syncer', 'ledger')[-1]

@@ -25,10 +25,10 @@ CALLS = 'open fsync rename replace symlink mkdir unlink rmdir'.split()
 @pytest.fixture(name='synced', autouse=True)
 def _synced(monkeypatch) -> list[str]:
   """What was synced, in order, without the wait of some thousand times for a disk."""
-  found = []
-  told = lambda descriptor: found.append(os.readlink(f'/proc/self/fd/{descriptor}'))
-  monkeypatch.setattr(os, 'fsync', told)
-  return found
+  paths = []
+  record = lambda descriptor: paths.append(os.readlink(f'/proc/self/fd/{descriptor}'))
+  monkeypatch.setattr(os, 'fsync', record)
+  return paths
 
 
 class Killed(BaseException):
@@ -79,8 +79,8 @@ def _number(folder: pathlib.Path) -> int:
   """Of a whole version. Raises AssertionError."""
   try:
     number = json.loads((folder / 'config.json').read_text())['number']
-    found = safetensors.load_file(folder / 'model.safetensors')['a']
-    assert (found == number).all() and states.verify(folder).name == f'version/{number}'
+    array = safetensors.load_file(folder / 'model.safetensors')['a']
+    assert (array == number).all() and states.verify(folder).name == f'version/{number}'
     return number
   except (OSError, KeyError, states.Damaged) as error:
     raise AssertionError(f'{folder} is half a version: {error}') from error
@@ -94,10 +94,10 @@ def _read(out: pathlib.Path) -> int:
   if (out / 'latest').is_symlink():
     by_link = _number((out / 'latest').resolve())
   if (out / 'index.json').exists():
-    told = json_files.unseal(json_files.read(out / 'index.json'))
-    assert _number(out / told['path']) == told['version']
-    for name, size, digest in told['files']:
-      file = out / told['path'] / name
+    index = json_files.unseal(json_files.read(out / 'index.json'))
+    assert _number(out / index['path']) == index['version']
+    for name, size, digest in index['files']:
+      file = out / index['path'] / name
       assert (file.stat().st_size, states.sha256(file)) == (size, digest)
   return by_link
 
@@ -146,18 +146,18 @@ def test_a_version_is_durable_before_it_has_its_name_and_its_name_before_the_swi
 ):
   renamed = []
 
-  def rename(one, other):
-    if pathlib.Path(one).name == 'new':
-      whole = {str(path) for path in (pathlib.Path(one), *pathlib.Path(one).iterdir())}
+  def rename(source, other):
+    if pathlib.Path(source).name == 'new':
+      whole = {str(path) for path in (pathlib.Path(source), *pathlib.Path(source).iterdir())}
       # A file that replaces one is synced under the name that it has before.
       assert whole <= {path.removesuffix('.new') for path in synced}
       renamed.append(other)
-    rename_(one, other)
+    rename_(source, other)
 
-  def replace(one, other):
+  def replace(source, other):
     if pathlib.Path(other).name in ('index.json', 'latest'):
       assert renamed and str(tmp_path / 'versions') in synced
-    replace_(one, other)
+    replace_(source, other)
 
   rename_, replace_ = os.rename, os.replace
   monkeypatch.setattr(os, 'rename', rename)

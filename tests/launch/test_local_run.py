@@ -158,7 +158,7 @@ def test_a_run_whose_supervisor_is_live_is_not_continued(config, tmp_path):
   address = workdir / 'syncer' / 'address'
   address.parent.mkdir()
   address.touch()
-  with run_folder.held(workdir):
+  with run_folder.lock(workdir):
     with pytest.raises(files_lib.DirectoryError, match='already used by train pid'):
       run_folder.open_workdir(config, workdir, resume=True)
   assert address.exists()

@@ -138,7 +138,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
 
 
 def test_a_run_has_one_supervisor(tmp_path):
-  with run_folder.held(tmp_path):
+  with run_folder.lock(tmp_path):
     with pytest.raises(files_lib.DirectoryError, match='already used by train pid'):
       Run(tmp_path, [program('l0', '')]).run()
   assert Run(tmp_path, [program('l0', '')]).run().code == 0

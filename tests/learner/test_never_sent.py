@@ -234,4 +234,4 @@ def test_a_personal_head(tmp_path):
   assert named['head'] is None and named['body'].shape == (1024, 1024)
   np.testing.assert_array_equal(named['codes'], begun['codes'])
   with pytest.raises(ValueError, match=r'1 parameters \(head\) of the run in .* never leave'):
-    load_params.load_all(tmp_path)
+    load_params.require_all(load_params.load_params(tmp_path), tmp_path)

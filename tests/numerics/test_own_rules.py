@@ -103,9 +103,8 @@ def test_a_loop_needs_no_code_of_the_rule_and_the_syncer_merges_by_it(own, tmp_p
   trained = 0
   for steps in (4, 20):
     with diloco_jax.run_syncer(total_steps=steps, sync=sync, workdir=tmp_path / 'run') as server:
-      config = own_model.taken(
-        own_loop.get_config(), own_model.told(own_model.about(server._syncer.config))[0]
-      )
+      terms = own_model.Terms.of(server._syncer.config)
+      config = terms.applied_to(own_loop.get_config())
       own_model.complete(own_model.describe(params, None), config)  # without the file
       with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
         mine = peer.params

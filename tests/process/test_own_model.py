@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.config import run_config
 from diloco_jax.process import accelerators, bring, exits, own_model
 from diloco_jax.process import syncer as syncer_process
@@ -37,7 +38,7 @@ class Waiting:
 
   def __init__(self, folder, keep=lambda model: own_model.complete(model, _CONFIG), **limits):
     self.model, self._keep = futures.Future(), keep
-    self.brought = bring.Brought(self._arrived, own_model.about(_CONFIG), **limits)
+    self.brought = bring.Brought(self._arrived, own_model.Terms.of(_CONFIG).encode(), **limits)
     door = grpc_server.Door(addresses.in_folder(folder), 8, print, self.brought)
     self.address, self.close = door.address, door.close
 
@@ -54,9 +55,29 @@ class Waiting:
 
   def refuses(self, parts):
     """The status and the text of the refusal."""
-    call = self.bring(parts)
-    error = call.exception()
+    error = self.bring(parts).exception()
     return error.code(), error.details()
+
+  def receives(self, model=None, wait_s=_DEADLINE_S):
+    """What has arrived of a model that a learner brings."""
+    bring.bring(model or _MODEL, lambda: self.address, addresses.LOCAL, wait_s)
+    return self.model.result(_DEADLINE_S)
+
+  @contextlib.contextmanager
+  def receiving(self):
+    """The time in which another learner brings a model slowly; its call."""
+    began, ends = threading.Event(), threading.Event()
+
+    def parts():
+      yield header()
+      began.set()
+      ends.wait()
+
+    call = self.bring(parts())
+    assert began.wait(_DEADLINE_S)
+    yield call
+    call.cancel()
+    ends.set()
 
 
 @pytest.fixture
@@ -68,8 +89,8 @@ def waiting(tmp_path):
     return started[-1]
 
   yield start
-  for one in started:
-    one.close()
+  for syncer in started:
+    syncer.close()
 
 
 def header(shape=(8, 8), **changes):
@@ -102,8 +123,7 @@ def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, parts, sai
   syncer = waiting()
   code, text = syncer.refuses(iter(parts))
   assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
+  np.testing.assert_array_equal(syncer.receives().values()['w'], np.ones((8, 8)))
 
 
 def test_a_model_that_is_not_finite_is_not_stored(tmp_path):
@@ -169,56 +189,34 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
     try:
       address = listening.get(timeout=_DEADLINE_S)
       call = lambda model: bring.bring(model, lambda: address, access, _DEADLINE_S)
-      assert call(_MODEL) == own_model.about(_CONFIG)
+      assert call(_MODEL) == own_model.Terms.of(_CONFIG).encode()
       assert listening.get(timeout=_DEADLINE_S) == address
-      *told, run = own_model.told(call(own_model.Model({}, {}, dict)))
-      assert told == own_model.about(_CONFIG, _MODEL).decode().split('\n')
-      assert run == lineage_lib.read(tmp_path).run
+      terms = own_model.Terms.decode(call(own_model.NO_MODEL))
+      assert terms._replace(run='') == own_model.Terms.of(_CONFIG, _MODEL)
+      assert terms.run == lineage_lib.read(tmp_path).run
     finally:
       syncer.stop('the test ends')
     assert ended.result(_DEADLINE_S).code == 0
 
 
 def test_names_and_shapes_may_be_larger_than_a_frame(waiting):
-  syncer, model = (
-    waiting(),
-    own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body'),
-  )
-  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes == model.shapes
+  model = own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body')
+  assert waiting().receives(model).shapes == model.shapes
 
 
 def test_one_learner_at_a_time_brings_the_model(waiting):
   syncer = waiting()
-  began, never = threading.Event(), threading.Event()
-
-  def slowly():
-    yield header()
-    began.set()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert began.wait(_DEADLINE_S)
-  busy = grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model'
-  assert syncer.refuses(iter([b'no header'])) == busy
-  slow.cancel()
-  never.set()
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  with syncer.receiving():
+    busy = grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model'
+    assert syncer.refuses(iter([b'no header'])) == busy
+  assert syncer.receives().shapes == _MODEL.shapes
 
 
 def test_a_learner_has_limited_time_to_bring_the_model(waiting):
-  syncer, never = waiting(upload_s=1.0), threading.Event()
-
-  def slowly():
-    yield header()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert slow.exception().code() is grpc.StatusCode.CANCELLED  # by the syncer: its own end is later
-  never.set()
-  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  syncer = waiting(upload_s=1.0)
+  with syncer.receiving() as call:  # the syncer cancels it: its own end is later
+    assert call.exception().code() is grpc.StatusCode.CANCELLED
+  assert syncer.receives().shapes == _MODEL.shapes
 
 
 def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
@@ -228,27 +226,15 @@ def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
     threading.Event().wait(2 * wait_s)
     return {'w': np.ones(shape, np.float32)}
 
-  syncer = waiting()
-  model = dataclasses.replace(
-    own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body'), values=values
-  )
-  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == shape
+  model = own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body')
+  model = dataclasses.replace(model, values=values)
+  assert waiting().receives(model, wait_s).shapes == model.shapes
 
 
 def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
   """Its patience ends without an answer only, and here every call is answered."""
-  syncer, wait_s = waiting(), 60.0
-  began, never, patient = threading.Event(), threading.Event(), threading.Event()
+  syncer, wait_s, patient = waiting(), 60.0, threading.Event()
   clock, calls = [0.0], itertools.count()
-
-  def slowly():
-    yield header()
-    began.set()
-    never.wait()
-
-  slow = syncer.bring(slowly())
-  assert began.wait(_DEADLINE_S)
 
   def address():
     if next(calls) == 5:  # the first call was answered four times the patience ago
@@ -258,12 +244,11 @@ def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
 
   with futures.ThreadPoolExecutor(1) as pool:
     patience = wait_s, lambda: clock[0]
-    brought = pool.submit(bring.bring, _MODEL, address, addresses.LOCAL, *patience)
-    assert patient.wait(_DEADLINE_S)
-    slow.cancel()
-    never.set()
+    with syncer.receiving():
+      brought = pool.submit(bring.bring, _MODEL, address, addresses.LOCAL, *patience)
+      assert patient.wait(_DEADLINE_S)
     brought.result(_DEADLINE_S)
-  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+  assert syncer.model.result(_DEADLINE_S).shapes == _MODEL.shapes
 
 
 def test_a_header_that_no_syncer_takes_is_not_sent():
@@ -286,48 +271,44 @@ def test_a_parameter_called_value_keeps_its_name():
   assert list(twice) == list(arrays.by_name(twice)), 'names stay'
 
 
-def _told(**changes):
-  shared = _CONFIG.agreement() | {name.replace('_', '.', 1): one for name, one in changes.items()}
-  return json.dumps({name: one for name, one in shared.items() if one is not ...})
+def _answer(**changes):
+  shared = _CONFIG.agreement() | {
+    name.replace('_', '.', 1): value for name, value in changes.items()
+  }
+  return json.dumps({name: value for name, value in shared.items() if value is not ...})
 
 
 @pytest.mark.parametrize(
-  'told, said',
+  'answer, error',
   [
     ('[' * 100_000, 'deep'),
     ('{"sync.period": 3', 'not JSON'),
     ('[]', 'not an object'),
-    (_told(sync_period='3'), 'period is .3., it must be of type int'),
-    (_told(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
-    (_told(sync_lease_s=1e9), 'sync.lease_s is 1000000000.0, it must be between'),
-    (_told(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
-    (_told(sync_period=...), "sync.period is 12 here, 'absent' there"),
-    (_told(sync_news=1), "sync.news is 'absent' here, 1 there"),
-    (_told(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
-    (_told(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
-    (_told(name_x=1), "name.x is 'absent' here, 1 there"),
+    (_answer(sync_period='3'), 'period is .3., it must be of type int'),
+    (_answer(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
+    (_answer(sync_lease_s=1e9), 'sync.lease_s is 1000000000.0, it must be between'),
+    (_answer(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
+    (_answer(sync_period=...), "sync.period is 12 here, 'absent' there"),
+    (_answer(sync_news=1), "sync.news is 'absent' here, 1 there"),
+    (_answer(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
+    (_answer(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
+    (_answer(name_x=1), "name.x is 'absent' here, 1 there"),
+    (_answer() + '\n' + header(shape=(-1, 8)).decode(), 'not the header of a model'),
   ],
   ids=str,
 )
-def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, told, said):
+def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, answer, error):
   """And nothing is brought."""
   brought, given = [], own_model.config(0, run_config.SyncConfig(), 0)
 
   def answered(model, *args):
     brought.extend(model.shapes)
-    return told.encode()
+    return answer.encode()
 
   monkeypatch.setattr(bring, 'bring', answered)
-  with pytest.raises(ValueError, match=said):
-    bring.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+  with pytest.raises(ValueError, match=error):
+    admission_lib.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
   assert not brought
-
-
-def test_a_header_that_is_none_is_refused_by_the_learner(monkeypatch):
-  answer = own_model.about(_CONFIG) + header(shape=(-1, 8))
-  monkeypatch.setattr(bring, 'bring', lambda *args: answer)
-  with pytest.raises(ValueError, match='not the header of a model'):
-    bring.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
 
 
 def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, monkeypatch):
@@ -340,14 +321,14 @@ def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, m
       asked.append(answer)
       really(other, *args)
       syncer.model.result(_DEADLINE_S)
-      complete = own_model.about(_CONFIG, other)
+      complete = own_model.Terms.of(_CONFIG, other).encode()
       monkeypatch.setattr(bring, 'bring', lambda *args: complete)
     return answer
 
   monkeypatch.setattr(bring, 'bring', slowly)
   with pytest.raises(ValueError, match=r"array v is 'absent' here, 'float32\[8, 8\], body' there"):
-    bring.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
-  assert asked == [own_model.about(_CONFIG)]
+    admission_lib.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
+  assert asked == [own_model.Terms.of(_CONFIG).encode()]
 
 
 def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
@@ -364,12 +345,12 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
 
 def test_numbers_are_arrays_and_what_cannot_travel_is_named():
   with pytest.warns(UserWarning, match=r'params: 1 leaves of NumPy have 64 bits.*\(wide\)') as seen:
-    made = own_model.as_arrays(
+    tree = own_model.as_arrays(
       {'rate': 0.5, 'count': 3, 'wide': np.ones(2), 'w': jnp.ones(2, jnp.bfloat16)}, 'params'
     )
-    own_model.describe(made, None)
+    own_model.describe(tree, None)
   assert len(seen) == 1
-  assert {name: str(leaf.dtype) for name, leaf in made.items()} == {
+  assert {name: str(leaf.dtype) for name, leaf in tree.items()} == {
     'rate': 'float32',
     'count': 'int32',
     'wide': 'float32',

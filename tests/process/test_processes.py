@@ -46,7 +46,7 @@ def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
   asked = []
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
   try:
-    with lifecycle.stops(asked.append, 60, ''):
+    with lifecycle.ending_on_signals(asked.append, 60, ''):
       signal.raise_signal(signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
@@ -112,7 +112,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = records_lib.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
-  assert cli._call(lambda argv: lifecycle.end(waited, records), []) == 75
+  assert cli._call(lambda argv: lifecycle.finish(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 
@@ -216,7 +216,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
 def test_what_may_wait_for_one_learner_follows_the_fragments_of_a_large_model():
   names = [f'layers/{number}' for number in range(48)]
   shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 18), np.float32))
-  model = own_model.Model(shapes, dict.fromkeys(names, 'body'), values=dict)
+  model = own_model.ModelDescription(shapes, dict.fromkeys(names, 'body'), values=dict)
   assembled = own_model.complete(model, own_loop.get_config())
   assert assembled.parameters > 5e10
   limits = dial.limits(assembled)

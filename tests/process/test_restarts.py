@@ -17,7 +17,7 @@ def test_the_pause_grows_to_its_limit_and_is_drawn(monkeypatch):
 
 def test_a_long_life_or_an_end_on_purpose_begins_the_count_anew():
   pauses = restarts.Restarts(random.Random(0))
-  for lived in (lambda: pauses.pause_s(LONG_S), pauses.requested):
+  for lived in (lambda: pauses.pause_s(LONG_S), pauses.forget_failures):
     for _ in range(restarts.MAX_SHORT_LIVES - 2):
       assert pauses.pause_s(SHORT_S) is not None
     lived()

@@ -4,6 +4,7 @@ Checkpoints are real ones of a few small arrays: which model they are of does no
 last tests restore a syncer that has merged and saved (tests/syncer/test_durability.py).
 """
 
+import contextlib
 import copy
 import errno
 import functools
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import build, load
+from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.process import exits, own_model, restore, run_folder
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, states, wal
@@ -37,11 +38,6 @@ expected = durability._expected
 @pytest.fixture(scope='module', name='config')
 def _config():
   return stdlib_lm.get_config('tiny')
-
-
-@pytest.fixture(scope='module', name='agreement')
-def _agreement(config) -> str:
-  return build.assemble(config).agreement
 
 
 def _state(seed: int):
@@ -128,18 +124,8 @@ def _choose(workdir, at=None) -> restore.Goal:
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
   """What the next process of a node continues from."""
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  checkpoints = checkpoint.Checkpoints(str(folder))
-  try:
+  with contextlib.closing(checkpoint.Checkpoints(str(folder))) as checkpoints:
     return checkpoints.restore(jax.tree.map(lambda _: place, _state(0)), _state(0))
-  finally:
-    checkpoints.close()
-
-
-def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
-  bits = [
-    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)] for held in (one, other)
-  ]
-  return bits[0] == bits[1] and (one.data_state, one.protocol) == (other.data_state, other.protocol)
 
 
 # --- What is found --------------------------------------------------------------------------------
@@ -265,11 +251,18 @@ def test_a_folder_without_a_run_is_refused(config, tmp_path):
     _restore(config, tmp_path)
 
 
-def test_another_config_is_refused(workdir):
+@pytest.mark.parametrize(
+  'section, field, value, error',
+  [
+    ('sync', 'gamma', 0.1, 'another config: sync.gamma is 0.1 here, 0.9 there'),
+    ('data', 'corpus', '/nowhere', 'nowhere'),  # it cannot work
+  ],
+)
+def test_another_config_is_refused_before_anything_moves(workdir, section, field, value, error):
   config = stdlib_lm.get_config('tiny')
-  config.sync.gamma = 0.1
+  setattr(getattr(config, section), field, value)
   before = _contents(workdir)
-  with pytest.raises(ValueError, match='another config: sync.gamma is 0.1 here, 0.9 there'):
+  with pytest.raises(ValueError, match=error):
     _restore(config, workdir)
   assert _contents(workdir) == before
 
@@ -279,9 +272,9 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
   calls = [(pathlib.Path, 'rename'), (outer_log, 'begin'), (json_files, 'replace')]
 
   def state(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
-    found = _contents(workdir)
-    del found[pathlib.Path(lineage_lib.FILE)]  # each restore has another id
-    return {path: data for path, data in found.items() if not str(path).startswith('aside-')}
+    contents = _contents(workdir)
+    del contents[pathlib.Path(lineage_lib.FILE)]  # each restore has another id
+    return {path: data for path, data in contents.items() if not str(path).startswith('aside-')}
 
   done = shutil.copytree(whole, tmp_path / 'done')
   _restore(config, done, '299')
@@ -373,16 +366,6 @@ __main__.main()
   lineage_lib.read(workdir)
 
 
-def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
-  """Its corpus is gone."""
-  config = copy.deepcopy(config)
-  config.data.corpus = str(workdir / 'nowhere')
-  before = _contents(workdir)
-  with pytest.raises(ValueError, match='nowhere'):
-    _restore(config, workdir)
-  assert _contents(workdir) == before
-
-
 def test_a_run_of_own_loops_goes_back_too(tmp_path):
   """Its model is the one that the first learner brought."""
   config, workdir = own_loop.get_config(), tmp_path / 'run'
@@ -450,7 +433,7 @@ def _goes_on(assembled, workdir, expected, sync: int) -> None:
 def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, damaged, expected):
   before = _contents(damaged)
   said = _restore(assembled.config, damaged)
-  assert any('the run continues from the checkpoint of clock 5' in one for one in said)
+  assert any('the run continues from the checkpoint of clock 5' in line for line in said)
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
   assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
@@ -485,12 +468,12 @@ def test_theta_versions_and_ledger_are_those_of_a_kept_clock(assembled, tmp_path
       saved[sync] = life.checkpoints.protocol(sync)
   life.crash()
   life.checkpoints.close()
-  for clock, found in ((7, 7), (5, 4), (3, 2)):
+  for clock, checkpoint_clock in ((7, 7), (5, 4), (3, 2)):
     _restore(assembled.config, workdir, str(clock))
     life = durability.Rig(assembled, workdir / 'syncer')
-    assert durability.bits(life.theta) == expected[found]
-    assert life.log.position == {name: saved[found][name] for name in life.log.position}
+    assert durability.bits(life.theta) == expected[checkpoint_clock]
+    assert life.log.position == {name: saved[checkpoint_clock][name] for name in life.log.position}
     for name in ('versions', 'digests', 'ledger', 'data', 'counts', 'members'):
-      assert life.start.state[name] == saved[found][name], name
+      assert life.start.state[name] == saved[checkpoint_clock][name], name
     life.crash()
     life.checkpoints.close()

@@ -21,7 +21,8 @@ OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_st
 STUBBORN = """
 import sys, time
 from diloco_jax.process import lifecycle
-with lifecycle.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is safe.', 75):
+stop = lambda reason: print('asked:', reason, flush=True)
+with lifecycle.ending_on_signals(stop, 0.5, 'Is safe.', 75):
   print('ready', flush=True)
   time.sleep(600)
 """

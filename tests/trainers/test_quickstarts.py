@@ -77,20 +77,20 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
     again.wait_for('l1 continues with the moments of its checkpoint at step')
     again.wait_for('joined the run at clock')
     gate.touch()
-    assert [one.end() for one in (first, again, syncer)] == [0, 0, 0], f'{first}\n{again}'
+    assert [program.end() for program in (first, again, syncer)] == [0, 0, 0], f'{first}\n{again}'
     out = tmp_path / 'model.safetensors'
     done = start('-P', '-m', 'diloco_jax', 'export', f'--workdir={workdir}', f'--out={out}')
     assert done.end() == 0, str(done)
-    [told] = [line for line in again.lines if ' exchanges ' in line]
+    [exchanged] = [line for line in again.lines if ' exchanges ' in line]
     size = int.from_bytes(out.read_bytes()[:8], 'little')
     names = json.loads(out.read_bytes()[8 : 8 + size]).keys() - {'__metadata__'}
-    assert f' parameters in {len(names)} arrays: ' in told
+    assert f' parameters in {len(names)} arrays: ' in exchanged
 
 
 def test_each_has_at_most_60_lines_and_is_on_the_page():
   page = (ROOT / 'docs' / 'tutorials' / 'own_loop.md').read_text()
-  found = sorted((ROOT / 'experiments' / 'examples').glob('quickstart_*.py'))
-  assert {path.stem.partition('_')[2] for path in found} == {*OF_TESTS, *PACKAGES}
-  for path in found:
+  paths = sorted((ROOT / 'experiments' / 'examples').glob('quickstart_*.py'))
+  assert {path.stem.partition('_')[2] for path in paths} == {*OF_TESTS, *PACKAGES}
+  for path in paths:
     assert len(path.read_text().splitlines()) <= 60, path.name
     assert path.name in page
