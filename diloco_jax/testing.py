@@ -26,7 +26,7 @@ def check_merge_rule(rule: str | merge.MergeRule) -> None:
   rng = np.random.default_rng(1)
   deltas = {name: rng.standard_normal((4, *shape)) for name, shape in _SHAPES.items()}
   weights = rng.uniform(1, 1000, 4)
-  found = merged(rule, deltas, weights)
+  usual = merged(rule, deltas, weights)
   part = lambda function: {name: function(x) for name, x in deltas.items()}
   for what, other, its_weights, scale in (
     ('a lone learner merges to its own delta', part(lambda x: x[:1]), weights[:1], None),
@@ -36,7 +36,7 @@ def check_merge_rule(rule: str | merge.MergeRule) -> None:
     ('deltas of zeros merge to zeros', part(np.zeros_like), weights, 0.0),
   ):
     for name, value in merged(rule, other, its_weights).items():
-      expected = deltas[name][0].reshape(-1) if scale is None else scale * found[name]
+      expected = deltas[name][0].reshape(-1) if scale is None else scale * usual[name]
       assert np.allclose(value, expected, rtol=1e-9, atol=1e-12 * (scale or 1)), f'{what}: {name}'
 
 

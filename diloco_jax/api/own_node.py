@@ -61,7 +61,7 @@ def lead(
   payloads = payloads_lib.PayloadStore()
   own = found if found is not None and found.learner == learner else None
   store = folders.of_learners(folder, assembled.config.train.store)
-  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
+  origin = found, moments_lib.describe(found, store, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(folder, learner, prefix=f'[{learner}] '))
   )
@@ -102,7 +102,7 @@ def led(
   cleanup: contextlib.ExitStack,
 ) -> Node:
   """As `lead`, on another host, which has no machine."""
-  records = hosts_lib.quiet(learner)
+  records = hosts_lib.Quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
   hosts_lib.ready()

@@ -187,34 +187,34 @@ class LeadWork(_HostWork):
   def __init__(self, *args: Any):
     """As LearnerWork."""
     super().__init__(*args)
-    self._stream, self._told = next(_STREAMS), 0
-    self._untold: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._stream, self._messages = next(_STREAMS), 0
+    self._unpublished: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
     self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
     if not isinstance(action, actions.Examine):  # of this host alone
-      self._untold.put(action)
+      self._unpublished.put(action)
     super().submit(action)
 
   def stop(self) -> None:
     ask_to_stop('')
     self._awaiting.join()  # a process that ends while it waits crashes
-    self._untold.put(None)
+    self._unpublished.put(None)
     super().stop()
 
   def _take(self) -> actions.Work | None:
     """Before an action is performed all that were submitted so far are published, in one message
     most times, as the machine asks for those of a boundary together."""
-    action, told = super()._take(), []
+    action, published = super()._take(), []
     with contextlib.suppress(queue.Empty):
       while True:
-        told.append(self._described(self._untold.get_nowait()))
-    if told:
-      _STATE.client.key_value_set(_key(self._stream, self._told), codec.encode(told))
-      if self._told % _FOLDER == 0:
-        _STATE.client.key_value_delete(_folder(self._stream, self._told - _KEPT))
-      self._told += 1
+        published.append(self._described(self._unpublished.get_nowait()))
+    if published:
+      _STATE.client.key_value_set(_key(self._stream, self._messages), codec.encode(published))
+      if self._messages % _FOLDER == 0:
+        _STATE.client.key_value_delete(_folder(self._stream, self._messages - _KEPT))
+      self._messages += 1
     return action
 
   def _take_payload(self, payload_id: int) -> memoryview:
@@ -282,16 +282,11 @@ class LedWork(_HostWork):
 ENDED_BY_LEAD = actions.Exit(code=0, text='done: the lead has ended the work')
 
 
-def quiet(learner: str) -> 'Quiet':
-  """The records of this host, if it does not lead."""
-  return Quiet(f'{learner}.{_STATE.process_id}')
-
-
 class Quiet:
   """The records of a led host (node.ports.Records): its lines for people, and nothing else."""
 
-  def __init__(self, name: str):
-    self._name = name
+  def __init__(self, learner: str):
+    self._name = f'{learner}.{_STATE.process_id}'
 
   def say(self, text: str) -> None:
     header.say(f'[{self._name}] {text}')

@@ -56,13 +56,13 @@ class LearnerRecords:
       self.say(f'joined the run at clock {fact.clock}')
       origin, self._origin = self._origin, None
       if origin and (origin[0] or fact.clock > self._late):
-        found, text = origin
-        if not found and folders.is_away(self._store):
+        saved, text = origin
+        if not saved and folders.is_away(self._store):
           raise store_lib.StoreError(
             f'{self._store} is away: the run has begun, and nothing of it is there. Is its file '
             'system mounted? Nothing was made there. Start again once it is back'
           )
-        of, step = (found.learner, found.step) if found else ('', 0)
+        of, step = (saved.learner, saved.step) if saved else ('', 0)
         self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))
         self._records.say(text)
     if isinstance(fact, facts.Adopted) and not fact.whole:
@@ -184,12 +184,12 @@ def _restore(
     )
   if restored is None:
     place = folders.of_learners(workdir, assembled.config.train.store)
-    found = moments_lib.find(place, learner_id, island.moments, records.say)
-    if found is None and place != workdir:  # the run may have got its store only now
-      found = moments_lib.find(workdir, learner_id, island.moments, records.say)
-    if found is not None:
-      island.moments, found = found.moments, found._replace(moments=None)
-    origin = found, moments_lib.told(found, place, 'fresh moments')
+    saved = moments_lib.find(place, learner_id, island.moments, records.say)
+    if saved is None and place != workdir:  # the run may have got its store only now
+      saved = moments_lib.find(workdir, learner_id, island.moments, records.say)
+    if saved is not None:
+      island.moments, saved = saved.moments, saved._replace(moments=None)
+    origin = saved, moments_lib.describe(saved, place, 'fresh moments')
   from_step = origin[1] if restored is None else f'checkpoint {restored.step}'
   hosts_lib.require_same('the state', from_step)
   records_lib.report_startup(records, 'restored')

@@ -74,17 +74,17 @@ class Exchange:
     self._concatenate = jax.jit(jnp.concatenate, out_shardings=replicated)
     kinds = []
     for pieces in self._layout.fragments:
-      found = fragments.packed(pieces, likes, replicated)
-      leaves = {paths: leaf for _, paths, leaf in found}
+      packed = fragments.packed(pieces, likes, replicated)
+      leaves = {paths: leaf for _, paths, leaf in packed}
       names = {paths: name for name, paths in split.named(leaves).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
         dataclasses.replace(piece, path=names[paths], label=label(piece))
-        for piece, paths, _ in found
+        for piece, paths, _ in packed
       )
       kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), replicated))
       self._leaf_indices.append([[order[path] for path in paths] for paths in leaves])
-      self._first_rows.append(np.int32([piece.start for piece, *_ in found]))
+      self._first_rows.append(np.int32([piece.start for piece, *_ in packed]))
     return kinds
 
   def begin(self) -> 'Exchange':
@@ -199,14 +199,14 @@ class Exchange:
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
-    mine = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
-    return split.named(fragments.pack(some, self._concatenate) for some in mine)
+    groups = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
+    return split.named(fragments.pack(some, self._concatenate) for some in groups)
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
     digest = functools.partial(self._programs.get, self._lower_digest)
-    found = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
-    return tuple(map(digest_lib.as_int, found))
+    digests = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
+    return tuple(map(digest_lib.as_int, digests))
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
@@ -267,7 +267,9 @@ class Exchange:
         leaves[piece.path] = split.put(rows, at)
       else:
         rows = split.put(rows, kind.shardings[index])
-        leaf, rows = (jax.device_put(one, split.automatic(one.sharding)) for one in (leaf, rows))
+        leaf, rows = (
+          jax.device_put(array, split.automatic(array.sharding)) for array in (leaf, rows)
+        )
         leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][index])
     self._programs.launches += 1
     self._assign(p, leaves)
@@ -313,13 +315,13 @@ class Exchange:
     leaves = jax.tree.leaves(self._island.params)
     uses = collections.Counter(map(id, leaves))
     uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
-    found = self._leaves(p)
+    consumed = self._leaves(p)
     for indices in self._leaf_indices[p]:
       for index in indices if len(indices) > 1 else ():
         if uses[id(leaves[index])] == 1:
           leaves[index].delete()
     own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
-    return jax.tree.map(own, found)
+    return jax.tree.map(own, consumed)
 
   def _zeros(self, codec: codecs.Codec, kind: split.Kind) -> jax.Array:
     """Encoded zeros."""

@@ -244,9 +244,9 @@ class LearnerWork:
 
   def take_between(self) -> tuple[int, int]:
     """Time in ns since the last step that saves took on this thread, and without any work."""
-    found = self._saving_ns, self._idle_ns
+    saving_ns, idle_ns = self._saving_ns, self._idle_ns
     self._saving_ns = self._idle_ns = 0
-    return found
+    return saving_ns, idle_ns
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     if not bool(ok):

@@ -123,12 +123,12 @@ def ranges(codec: Codec, n: int, start: int, stop: int) -> list[slice]:
   >>> ranges(get('int8'), n=320, start=64, stop=128)
   [slice(2, 4, None), slice(74, 138, None)]
   """
-  found, section = [], 0
+  slices, section = [], 0
   for width in codec.sections:
     first, last = start // BLOCK * width, stop // BLOCK * width
-    found.append(slice(section + first, section + last))
+    slices.append(slice(section + first, section + last))
     section += n // BLOCK * width
-  return found
+  return slices
 
 
 def part(values_n: jax.Array, start: int | jax.Array, size: int) -> jax.Array:

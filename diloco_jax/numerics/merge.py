@@ -115,8 +115,8 @@ def rda(floor: float = 0.01) -> MergeRule:
     raise ValueError('floor must be above 0 and at most 1, usually 0.01')
 
   def factors(rows: Rows) -> np.ndarray:
-    there = rows.lengths_MxT > 0
-    return np.where(there, rows.shares_M[:, None] / np.where(there, rows.lengths_MxT, 1.0), 0.0)
+    nonzero = rows.lengths_MxT > 0
+    return np.where(nonzero, rows.shares_M[:, None] / np.where(nonzero, rows.lengths_MxT, 1.0), 0.0)
 
   def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
     radius_T = np.add.reduce(rows.shares_M[:, None] * rows.lengths_MxT, axis=0)
@@ -232,9 +232,9 @@ def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.
   for count in set(steps_M.tolist()):
     alike_MxT = lengths_MxT[2 * steps_M >= count]
     if len(alike_MxT) > 2:
-      most_T, its = LONGEST * majority_lib.clipped(alike_MxT).max(axis=0), steps_M == count
-      lengths = np.where(lengths_MxT[its] > 0, lengths_MxT[its], 1.0)
-      factors_MxT[its] = np.minimum(1.0, most_T / lengths)
+      most_T, of_count = LONGEST * majority_lib.clipped(alike_MxT).max(axis=0), steps_M == count
+      lengths = np.where(lengths_MxT[of_count] > 0, lengths_MxT[of_count], 1.0)
+      factors_MxT[of_count] = np.minimum(1.0, most_T / lengths)
   return factors_MxT
 
 
@@ -256,11 +256,13 @@ def mean_cosines(
   """
   squares_T = np.sum(parts_MxT**2, axis=0)
   pairs_T = np.sum(parts_MxT, axis=0) ** 2 - squares_T
-  found: dict[str, list[float]] = {}
+  cosines_by_label: dict[str, list[float]] = {}
   for label, pairs, rest in zip(labels, pairs_T, sums_T**2 - squares_T, strict=True):
     if pairs > 0:
-      found.setdefault(label, []).append(float(np.clip(rest / pairs, -1, 1)))  # of float32 sums
-  return {label: sum(cosines) / len(cosines) for label, cosines in found.items()}
+      cosines_by_label.setdefault(label, []).append(
+        float(np.clip(rest / pairs, -1, 1))
+      )  # of float32 sums
+  return {label: sum(cosines) / len(cosines) for label, cosines in cosines_by_label.items()}
 
 
 def shares(weights_M: np.ndarray) -> np.ndarray:
@@ -327,7 +329,7 @@ def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule
   if unknown:
     raise ValueError(f'merge: no rule for labels {unknown}; rules are given for {sorted(rules)}')
   columns = {
-    label: [t for t, one in enumerate(labels) if one == label] for label in sorted(set(labels))
+    label: [t for t, other in enumerate(labels) if other == label] for label in sorted(set(labels))
   }
 
   def factors(rows: Rows) -> np.ndarray:

@@ -60,11 +60,11 @@ def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
   for equation in jaxpr.eqns:
     inner = jax.extend.core.jaxprs_in_params(equation.params)
     known = (
-      all(_elementwise(one, shape) for one in inner)
+      all(_elementwise(part, shape) for part in inner)
       if inner
       else (equation.primitive.name in _BY_VALUE)
     )
-    if not known or any(one.aval.shape not in ((), shape) for one in equation.outvars):
+    if not known or any(out.aval.shape not in ((), shape) for out in equation.outvars):
       return False
   return True
 

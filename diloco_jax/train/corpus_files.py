@@ -74,8 +74,8 @@ def list_files(source: str) -> list[tuple[str, str]]:
     root, left_out = '', _no_text(source)
     paths = [] if left_out else [source]
   else:
-    root, found = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
-    paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), found)
+    root, matches = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+    paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), matches)
   links_last = sorted(paths, key=lambda path: (os.path.islink(path), path))
   originals = {os.stat(path)[1:3]: path for path in reversed(links_last)}  # by inode and device
   if (links := len(paths) - len(originals)) and source != 'stdlib':
@@ -115,8 +115,8 @@ def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
       'hidden' if is_hidden else 'a copy' if is_copy else _no_text(path)
     )
     (left_out[what] if what else kept).append(path)
-  told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
-  if counted := ', '.join(told):
+  counts = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
+  if counted := ', '.join(counts):
     say_once(f'left out of the corpus in {root or "."}, as no text: {counted}')
   return kept, counted
 
@@ -140,8 +140,8 @@ def _looked_at(path: str, key: fingerprint.Key) -> str:
     return ''
   with open(path, 'rb') as file:
     first = file.read(_LOOKED_AT)
-  if found := _CONTAINER.match(first):
-    return str(found.lastgroup)
+  if container := _CONTAINER.match(first):
+    return str(container.lastgroup)
   if name.endswith(_PLAIN):
     return 'binary' if b'\0' in first else ''
   with contextlib.suppress(UnicodeDecodeError), open(path, encoding='utf-8', newline='') as text:

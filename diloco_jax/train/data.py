@@ -246,7 +246,7 @@ def make_shard(source: Source, config: train_config.DataConfig, shard: int) -> S
   return Shard(examples, config, shard)
 
 
-def found(config: train_config.DataConfig) -> bool:
+def has_files(config: train_config.DataConfig) -> bool:
   """False on a node without files where learners have theirs: the syncer, which evaluates then
   nothing."""
   with contextlib.suppress(ValueError):

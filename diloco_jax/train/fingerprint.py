@@ -40,19 +40,19 @@ def of(listed: Files | pathlib.Path) -> str:
     memory = folders.cache() / 'diloco_jax' / 'fingerprints' / combined(zip(names, keys))
     lasts = all(map(is_lasting, keys))
     with contextlib.suppress(OSError, ValueError):
-      found, check = memory.read_text('utf-8').split()
-      if lasts and check == combined([found]):
-        return found
+      digest, check = memory.read_text('utf-8').split()
+      if lasts and check == combined([digest]):
+        return digest
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # hashes have no GIL
-      found = combined(zip(names, pool.map(_sha256, paths)))
+      digest = combined(zip(names, pool.map(_sha256, paths)))
     if [key(path) for path in paths] != keys:
       raise ValueError(f'{newest(listed)}, while it was read: start again when nobody writes it')
   except OSError as error:
     raise ValueError(f'cannot read {error.filename}: {error.strerror}') from error
   if lasts:
     with contextlib.suppress(OSError):  # the files are read again
-      json_files.replace(memory, f'{found} {combined([found])}'.encode())
-  return found
+      json_files.replace(memory, f'{digest} {combined([digest])}'.encode())
+  return digest
 
 
 def combined(parts: Iterable[object]) -> str:
@@ -66,24 +66,24 @@ def key(path: str) -> Key:
   return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def is_lasting(one: Key) -> bool:
-  return bool(one[-1] % 10**9) and one[-1] < time.time_ns() - _YOUNG_NS
+def is_lasting(file_key: Key) -> bool:
+  return bool(file_key[-1] % 10**9) and file_key[-1] < time.time_ns() - _YOUNG_NS
 
 
 def in_folder(path: str | os.PathLike) -> Files:
   """The files in a folder by their names there, or one file."""
   root = str(pathlib.Path(path))
   walked = os.walk(root) if os.path.isdir(root) else [('', (), [root])]
-  found = (os.path.join(parent, name) for parent, _, names in walked for name in names)
-  return sorted((one[len(root) + 1 :], one) for one in found)
+  paths = (os.path.join(parent, name) for parent, _, names in walked for name in names)
+  return sorted((file[len(root) + 1 :], file) for file in paths)
 
 
 def newest(listed: Files) -> str:
   """For people: which of some files has changed last on this machine, and when; '' of none."""
-  found = [(os.stat(path).st_ctime, path) for _, path in listed if os.path.exists(path)]
-  if not found:
+  times = [(os.stat(path).st_ctime, path) for _, path in listed if os.path.exists(path)]
+  if not times:
     return ''
-  at_s, path = max(found)
+  at_s, path = max(times)
   return f'{path} changed last, {time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))}'
 
 

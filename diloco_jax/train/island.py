@@ -189,18 +189,15 @@ class Island:
 
   def dispatch(self, clock: int) -> futures.Future:
     """Starts the step; returns what is done once the step is. Raises RuntimeError, as `step`."""
+    begun_ns = time.monotonic_ns()
     try:
-      return self._dispatch(clock)
+      batch = mesh_lib.put_batch(self.mesh, self._read())
+      put_ns = time.monotonic_ns()
+      rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
+      with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
+        self._state, metrics = self._train_step(self._state, batch, rate)
     except ValueError as error:
       raise RuntimeError(f'the inner step at clock {clock} failed: {error}') from error
-
-  def _dispatch(self, clock: int) -> futures.Future:
-    begun_ns = time.monotonic_ns()
-    batch = mesh_lib.put_batch(self.mesh, self._read())
-    put_ns = time.monotonic_ns()
-    rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
-    with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
-      self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
     if _are_ready(metrics):  # CPUs that compute at the dispatch
       ended = futures.Future()
@@ -395,16 +392,15 @@ def _put_tree(tree: Any, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: a leaf does not fit this island's model and optimizer.
   """
-  if _fits(tree, like):
-    return jax.tree.map(_put, tree, shardings)
-  given, expected = _shapes(tree), _shapes(like)
-  for path in sorted(given.keys() | expected.keys()):
-    if given.get(path) != expected.get(path):
-      raise ValueError(
-        f'{path} is {given.get(path, "absent")}, this island has '
-        f'{expected.get(path, "no such leaf")}: it must come from a learner with '
-        'the same model and optimizer'
-      )
+  if not _fits(tree, like):
+    given, expected = _shapes(tree), _shapes(like)
+    for path in sorted(given.keys() | expected.keys()):
+      if given.get(path) != expected.get(path):
+        raise ValueError(
+          f'{path} is {given.get(path, "absent")}, this island has '
+          f'{expected.get(path, "no such leaf")}: it must come from a learner with '
+          'the same model and optimizer'
+        )
   return jax.tree.map(_put, tree, shardings)
 
 
@@ -418,10 +414,10 @@ def _fits(tree: Any, like: Any) -> bool:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  if there or isinstance(leaf, jax.Array):
-    return leaf if there else jax.device_put(leaf, sharding)
-  return mesh_lib.put(leaf, sharding)
+  if not isinstance(leaf, jax.Array):
+    return mesh_lib.put(leaf, sharding)
+  is_in_place = leaf.committed and leaf.sharding == sharding
+  return leaf if is_in_place else jax.device_put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:

@@ -229,8 +229,8 @@ def test_the_mean_cosine_is_that_of_all_pairs_by_what_they_weigh(rule):
     sums.append(np.linalg.norm(part @ units))
     weights = np.outer(part, part) * (1 - np.eye(5))
     expected.append(np.sum(weights * (units @ units.T)) / max(weights.sum(), 1e-9))
-  found = merge.mean_cosines(parts_MxT, np.array(sums), list(deltas))
-  assert found == pytest.approx(dict(zip(list(deltas)[:-1], expected)), rel=1e-6)
+  cosines = merge.mean_cosines(parts_MxT, np.array(sums), list(deltas))
+  assert cosines == pytest.approx(dict(zip(list(deltas)[:-1], expected)), rel=1e-6)
 
 
 @pytest.mark.parametrize('tokens', [2**31, 2**53, 2**62])
