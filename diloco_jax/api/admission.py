@@ -41,7 +41,11 @@ def meet(
     header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):
       settings, run = bring.meet(model, config, address, access, wait_s)
-  return hosts_lib.of_lead(learner), hosts_lib.of_lead(settings), hosts_lib.of_lead(run)
+  return (
+    hosts_lib.broadcast_text(learner),
+    hosts_lib.broadcast_text(settings),
+    hosts_lib.broadcast_text(run),
+  )
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:

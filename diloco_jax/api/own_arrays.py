@@ -186,7 +186,7 @@ def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   own = lambda tree, what: jax.tree.map(copies.own, own_model.as_arrays(tree, what))
   params, opt_state = own(params, 'params'), own(opt_state, 'opt_state')
   if hosts_lib.are_several(params):
-    return hosts_lib.on_all(params, params), hosts_lib.on_all(opt_state, params)
+    return hosts_lib.put_on_all(params, params), hosts_lib.put_on_all(opt_state, params)
   return jax.device_put(params), jax.device_put(opt_state)
 
 

@@ -73,10 +73,10 @@ def lead(
   work = work_class(assembled, arrays, event_queue.post, event_queue.fail, payloads, records)
   work.exchange.compile_all()
   records_lib.report_startup(records, 'compiled')
-  hosts_lib.ready()
+  hosts_lib.wait_until_ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
-  cleanup.enter_context(work.threads())
+  cleanup.enter_context(work.run_threads())
   ended = cleanup.enter_context(
     learner_node.running_node(
       assembled,
@@ -105,8 +105,8 @@ def led(
   records = hosts_lib.Quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
-  hosts_lib.ready()
-  cleanup.enter_context(work.threads())
+  hosts_lib.wait_until_ready()
+  cleanup.enter_context(work.run_threads())
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()

@@ -103,9 +103,9 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.data.tokenizer:
     file = tokenizer_lib.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
-    content = lambda path: (path.read_bytes(), tokenizer_lib.said_end(path))
+    content = lambda path: (path.read_bytes(), tokenizer_lib.find_end(path))
     if not (workdir / kept).is_file():
-      if end := tokenizer_lib.said_end(file):
+      if end := tokenizer_lib.find_end(file):
         json_files.write(workdir / tokenizer_lib.CONFIG, {'eos_token': end})
       json_files.replace(workdir / kept, file.read_bytes())
     elif content(workdir / kept) != content(file):

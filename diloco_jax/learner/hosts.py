@@ -94,7 +94,7 @@ def are_several(params: Any) -> bool:
   return several
 
 
-def on_all(tree: Any, params: Any) -> Any:
+def put_on_all(tree: Any, params: Any) -> Any:
   """The tree with those arrays that only this host has, such as the counts of optax, on all devices
   of `params`."""
   mesh = next(leaf for leaf in _arrays(params) if not leaf.is_fully_addressable).sharding.mesh
@@ -105,7 +105,7 @@ def on_all(tree: Any, params: Any) -> Any:
 
 
 def gather(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, np.ndarray]]:
-  """Returns what gives the lead the values of all hosts, float32."""
+  """Returns a function that returns the values of all hosts on the lead, float32."""
   values = {}
   for name, leaf in arrays.items():
     whole = multihost_utils.process_allgather(leaf, tiled=True)
@@ -118,14 +118,14 @@ def _arrays(tree: Any) -> list[jax.Array]:
   return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
-def ready() -> None:
+def wait_until_ready() -> None:
   """Waits until every host has compiled: on CPUs the first exchange of a group of devices must
   begin on all of them within 30 s."""
   if _STATE.num_processes > 1:
     _STATE.client.wait_at_barrier(f'diloco/ready/{next(_VALUES)}', START_S * 1000)
 
 
-def of_lead(text: str) -> str:
+def broadcast_text(text: str) -> str:
   """Returns the text that the lead has called this with."""
   key = f'diloco/value/{next(_VALUES)}'
   if _STATE.process_id:
@@ -137,7 +137,7 @@ def of_lead(text: str) -> str:
 
 def require_same(name: str, text: str) -> None:
   """Raises RuntimeError on a led host whose text is not that of the lead."""
-  if (expected := of_lead(text)) != text:
+  if (expected := broadcast_text(text)) != text:
     raise RuntimeError(
       f'{name} of host {_STATE.process_id} is {text}, of the lead {expected}: all hosts of a '
       'learner need the same command, and one folder'

@@ -39,8 +39,8 @@ Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an o
 
 
 class LearnerRecords:
-  """The learner's records, with curves of its adoptions (node.ports.Records). They tell from
-  where a process without a checkpoint has its moments, once it joins a run in progress."""
+  """The learner's records, with curves of its adoptions (node.ports.Records), and the origin of
+  the moments once a process without a checkpoint joins a run in progress."""
 
   def __init__(
     self, records: records_lib.Recorder, origin: Origin | None, late: int = 0, store: str = ''
@@ -175,7 +175,7 @@ def _restore(
   learner_id: str,
   records: records_lib.Recorder,
 ) -> tuple[checkpoint.Restored | None, Origin | None]:
-  """Gives the island the state of its newest checkpoint, else the moments of another learner."""
+  """Restores the newest checkpoint of the island, else the moments of another learner."""
   restored, origin = island.restore(), None
   if restored is not None and not restored.protocol:
     raise ValueError(
@@ -206,7 +206,7 @@ def _compile(
     # for which others would wait.
     if restored is None or jax.process_count() > 1:
       work.exchange.compile_all()
-  hosts_lib.ready()
+  hosts_lib.wait_until_ready()
 
 
 @contextlib.contextmanager
@@ -287,7 +287,7 @@ def _run_node(
 
 @contextlib.contextmanager
 def _compile_in_turn() -> Iterator[None]:
-  """Holds a lock on the compilation cache, so that the learners of a run compile in turn: the first
+  """Locks the compilation cache, so that the learners of a run compile in turn: the first
   compiles the functions and the others read them. Learners that start together with an empty cache
   would each compile all of them. The kernel frees the lock if the process dies; without a cache
   that can be written there is no lock."""

@@ -74,9 +74,9 @@ class Exchange:
     self._concatenate = jax.jit(jnp.concatenate, out_shardings=replicated)
     kinds = []
     for pieces in self._layout.fragments:
-      packed = fragments.packed(pieces, likes, replicated)
+      packed = fragments.pack_pieces(pieces, likes, replicated)
       leaves = {paths: leaf for _, paths, leaf in packed}
-      names = {paths: name for name, paths in split.named(leaves).items()}
+      names = {paths: name for name, paths in split.by_index(leaves).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
         dataclasses.replace(piece, path=names[paths], label=label(piece))
@@ -129,7 +129,7 @@ class Exchange:
 
     each = kind.on_each(flat, (kind.rows_specs,), kind.flat)
     gather = lambda leaves, starts: each(kind.rows(leaves, starts))
-    return kind.jit(gather, kind.sharding).lower(*self._held(kind))
+    return kind.jit(gather, kind.sharding).lower(*self._leaves_like(kind))
 
   def _lower_digest(self, kind: split.Kind) -> jax.stages.Lowered:
     each = kind.on_each(kind.digest, (kind.flat,), jax.P())
@@ -153,7 +153,7 @@ class Exchange:
     shardings = kind.sharding, self._island.replicated
     return kind.jit(encode_all, shardings, donate=0).lower(
       kind.like(size, np.uint8) if self._reuses else None,
-      *self._held(kind),
+      *self._leaves_like(kind),
       kind.like(kind.size, np.float32),
     )
 
@@ -171,9 +171,9 @@ class Exchange:
       kind.like(codec.encoded_size(kind.size), np.uint8)
       for codec in (self._codec_down, self._codec_up)
     )
-    shardings = split.named(leaf.sharding for leaf in kind.leaves)
+    shardings = split.by_index(leaf.sharding for leaf in kind.leaves)
     return kind.jit(adopt_all, shardings, donate=0).lower(
-      *self._held(kind), anchor, exchange.Adoption(anchor, data, capture, flag, flag)
+      *self._leaves_like(kind), anchor, exchange.Adoption(anchor, data, capture, flag, flag)
     )
 
   def lower_apply(self, kind: split.Kind) -> jax.stages.Lowered:
@@ -188,9 +188,9 @@ class Exchange:
       kind.like(self._codec_down.encoded_size(kind.size), np.uint8),
     )
 
-  def _held(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
+  def _leaves_like(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
     like = lambda leaf: leaf.update(sharding=split.automatic(leaf.sharding))
-    return split.named(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
+    return split.by_index(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     sharding = split.automatic(self._island.replicated)
@@ -200,7 +200,7 @@ class Exchange:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
     groups = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
-    return split.named(fragments.pack(some, self._concatenate) for some in groups)
+    return split.by_index(fragments.pack(some, self._concatenate) for some in groups)
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
@@ -262,7 +262,7 @@ class Exchange:
     kind, leaves = self.kinds[p], self._leaves(p)
     for index, (piece, start, stop) in enumerate(fragments.spans(kind.pieces)):
       leaf, at = leaves[piece.path], kind.leaves[int(piece.path)].sharding
-      rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
+      rows = fragments.unflatten(piece, value_N[start:stop]).astype(leaf.dtype)
       if rows.shape == leaf.shape:
         leaves[piece.path] = split.put(rows, at)
       else:
@@ -331,7 +331,7 @@ class Exchange:
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""
     leaves, tree = jax.tree.flatten(self._island.params)
-    for name, indices in split.named(self._leaf_indices[p]).items():
+    for name, indices in split.by_index(self._leaf_indices[p]).items():
       likes = [self._likes[index] for index in indices]
       for index, leaf in zip(indices, fragments.unpack(values[name], likes)):
         leaves[index] = leaf

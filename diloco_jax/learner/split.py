@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 
   @property
   def rows_specs(self) -> dict[str, P]:
-    return named(self.specs)
+    return by_index(self.specs)
 
   def like(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """A flat array with `size` elements on each device."""
@@ -107,7 +107,7 @@ class Kind(NamedTuple):
         )
         rows = self._as_leaf(index, rows)
       values.append(rows)
-    return named(values)
+    return by_index(values)
 
   def with_rows(
     self, leaves: exchange.Leaves, starts: jax.Array, rows: exchange.Leaves
@@ -145,7 +145,7 @@ class Kind(NamedTuple):
       fragments.spans(self.local), self.pieces, self.specs
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
-        shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
+        shaped = fragments.unflatten(local, codecs.part(values_n, start, local.padded_size))
         shares[axes] += digest_lib.at(shaped, first + _indices(piece, local, spec))
       else:
         total += digest_lib.digest(values_n[start:stop], first)
@@ -161,7 +161,7 @@ def automatic(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding |
   return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def named(values: Iterable[Any]) -> dict[str, Any]:
+def by_index(values: Iterable[Any]) -> dict[str, Any]:
   """Values by their indices."""
   return {str(index): value for index, value in enumerate(values)}
 

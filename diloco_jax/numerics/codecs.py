@@ -158,7 +158,7 @@ def canonical(values: jax.Array) -> jax.Array:
   return jnp.where(bits & 0x7FFFFFFF < 0x00800000, jnp.float32(0), values)
 
 
-def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
+def mask_bits(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Float32 values with these of their bits."""
   return _from_bits(_bits(values) & mask)
 

@@ -43,7 +43,7 @@ def at(values: jax.Array, indices: jax.Array) -> jax.Array:
   return _sums(_pair(_bits(values), indices))
 
 
-def checked(
+def digest_and_check(
   values_n: jax.Array,
   first: jax.Array | int,
   count: jax.Array | int | None,

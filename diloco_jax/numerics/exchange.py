@@ -57,7 +57,7 @@ _AT_ONCE = 1 << 18  # values
 
 
 class Values(NamedTuple):
-  """What the syncer holds of n values: the master Theta, the published value A_v, and the state of
+  """The syncer's state of n values: the master Theta, the published value A_v, and the state of
   the outer optimizer."""
 
   master_n: jax.Array
@@ -159,7 +159,7 @@ def _published(base_n: jax.Array, delta_n: jax.Array) -> jax.Array:
 
 
 class Adoption(NamedTuple):
-  """A published value as it reaches a learner, and what the learner has given to it.
+  """A published value as it reaches a learner, and the learner's share of it.
 
   Attributes:
     base_N: float32; the value is base + D_down(data).
@@ -199,7 +199,7 @@ def adopt(
   kept = lambda piece: adoption.keep if piece.label != fragments.STATISTIC else False
   for piece, start, stop in fragments.spans(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
-    shaped = functools.partial(fragments.shaped, piece)
+    shaped = functools.partial(fragments.unflatten, piece)
     rows = fragments.rows(leaves, piece)
     theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(adoption.data, n, start, stop)
@@ -325,7 +325,7 @@ def outer_step(
   # A compiler could fuse the last product of decoding into a multiply-add of the optimizer, and its
   # choice would change with n: so that there is none, it does not know these ones.
   ones = jnp.where(count > 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
-  merged_n = codecs.masked(codec_log.decode_sections(gradient, tile.master_n.shape[0]), ones)
+  merged_n = codecs.mask_bits(codec_log.decode_sections(gradient, tile.master_n.shape[0]), ones)
   updates_n, tx_state = tx.update(merged_n, tile.tx_state, tile.master_n)
   if periods is not None:
     tx_state = outer.after_periods(tx, merged_n, tile.tx_state, tile.master_n, periods)
@@ -340,5 +340,5 @@ def outer_step(
       vectors.append(leaf)
     else:
       ok &= jnp.all(jnp.isfinite(leaf))
-  digest, finite = digest_lib.checked(published_n, first, count, vectors)
+  digest, finite = digest_lib.digest_and_check(published_n, first, count, vectors)
   return OuterResult(Values(master_n, published_n, tx_state), delta, digest, ok & finite)

@@ -151,12 +151,12 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
       'it was made with another layout (compare layout.digest())'
     )
   return {
-    piece.key: shaped(piece, flat_N[..., start:stop])
+    piece.key: unflatten(piece, flat_N[..., start:stop])
     for piece, start, stop in spans(layout.fragments[p])
   }
 
 
-def shaped(piece: Piece, flat_n: jax.Array) -> jax.Array:
+def unflatten(piece: Piece, flat_n: jax.Array) -> jax.Array:
   """The inverse of `flat`: the values of a piece in its shape, behind any leading axes."""
   return flat_n[..., : piece.size].reshape((*flat_n.shape[:-1], *piece.shape))
 
@@ -188,7 +188,7 @@ def fill(tree: PyTree, rest: PyTree) -> PyTree:
 # --- many small leaves as one -------------------------------------------------------------------
 
 
-def packed(
+def pack_pieces(
   pieces: Sequence[Piece], leaves: dict[str, jax.ShapeDtypeStruct], at: Any = None
 ) -> list[tuple[Piece, Paths, jax.ShapeDtypeStruct]]:
   """The pieces of a fragment, the leaf of each and its paths, of which the first is the piece's.

@@ -170,7 +170,7 @@ def majority(learners: int = 0, agree: float = 0.05, floor: float = 0.01) -> Mer
   def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
     trusted_MxT = trust(rows) * rows.shares_M[:, None]
     all_T = np.add.reduce(trusted_MxT, axis=0)
-    long_T = np.add.reduce(trusted_MxT * majority_lib.clipped(rows.lengths_MxT), axis=0)
+    long_T = np.add.reduce(trusted_MxT * majority_lib.clip_lengths(rows.lengths_MxT), axis=0)
     safe_T = np.where(all_T > 0, all_T, 1.0)
     return np.minimum(1.0, 2 * all_T) * (long_T / safe_T) / np.maximum(sums_T, floor * safe_T)
 
@@ -216,14 +216,14 @@ def token_weights(
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 
-def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.ndarray:
+def shortening(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.ndarray:
   """By which factors float64[M, T] the rows are shortened: none counts as longer than LONGEST times
   the lower median of those that have trained at least half as long as it, and are not zero, if
   there are three such rows or more. More steps than the period and the lower median count as these:
   a learner reports them itself.
 
   >>> row = np.float64([[1.0], [8.0], [1.5]])
-  >>> shortened(row, [9, 9, 9], 9).T.tolist(), shortened(row, [1, 9, 1], 9).T.tolist()
+  >>> shortening(row, [9, 9, 9], 9).T.tolist(), shortening(row, [1, 9, 1], 9).T.tolist()
   ([[1.0, 0.375, 1.0]], [[1.0, 1.0, 1.0]])
   """
   middle = sorted(steps)[(len(steps) - 1) // 2]
@@ -232,7 +232,10 @@ def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.
   for count in set(steps_M.tolist()):
     alike_MxT = lengths_MxT[2 * steps_M >= count]
     if len(alike_MxT) > 2:
-      most_T, of_count = LONGEST * majority_lib.clipped(alike_MxT).max(axis=0), steps_M == count
+      most_T, of_count = (
+        LONGEST * majority_lib.clip_lengths(alike_MxT).max(axis=0),
+        steps_M == count,
+      )
       lengths = np.where(lengths_MxT[of_count] > 0, lengths_MxT[of_count], 1.0)
       factors_MxT[of_count] = np.minimum(1.0, most_T / lengths)
   return factors_MxT
@@ -275,7 +278,7 @@ class Weighed(NamedTuple):
   """An outer step before its sums.
 
   Attributes:
-    rows: as the rule sees them: none is longer than `shortened` allows.
+    rows: as the rule sees them: none is longer than `shortening` allows.
     factors_MxT: by which each row, as it was sent, enters the sum.
   """
 
@@ -306,7 +309,7 @@ def weigh(
   [[0.2], [0.1]]
   """
   weights_M = token_weights(tokens, steps, aged.factors(steps, period, slow))
-  shortened_MxT = shortened(lengths_MxT, steps, period)
+  shortened_MxT = shortening(lengths_MxT, steps, period)
   rows = Rows(shares(weights_M), lengths_MxT * shortened_MxT, cosines_MxMxT)
   return Weighed(rows, rule.factors(rows) * shortened_MxT)
 

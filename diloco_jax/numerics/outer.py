@@ -71,7 +71,7 @@ def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
 
 def periods(steps: Sequence[int], period: int) -> int:
   """How many whole periods an outer step covers, by the inner steps of its participants: of half of
-  them at least, so that one that returns, or claims more, does not say it for all.
+  them at least, so that one that returns, or claims more, does not decide for all.
 
   >>> periods([12, 13, 11, 480], 12), periods([480, 481, 479, 12], 12), periods([5], 12)
   (1, 39, 1)

@@ -292,10 +292,10 @@ def initial_params(
   params = initial.seed_leaves(
     nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed, config.param_dtype
   )
-  return _stacked(config, params)
+  return _stack_layers(config, params)
 
 
-def _stacked(config: train_config.ModelConfig, params: Params) -> Params:
+def _stack_layers(config: train_config.ModelConfig, params: Params) -> Params:
   if config.scan:
     layers = [params['layers'][number] for number in range(config.num_layers)]
     params['layers'] = jax.tree.map(lambda *leaves: initial.Stacked(leaves), *layers)
@@ -307,7 +307,7 @@ def start(config: train_config.ModelConfig, path: str, seed: int) -> Params:
   if not hugging_face.is_model(path):
     return arrays.start(path, initial_params(config, seed))
   like = initial_params(dataclasses.replace(config, scan=False), seed)
-  return _stacked(config, hugging_face.read(path, like))
+  return _stack_layers(config, hugging_face.read(path, like))
 
 
 def export(config: train_config.ModelConfig, params: Params) -> dict[str, np.ndarray]:

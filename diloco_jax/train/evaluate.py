@@ -42,7 +42,7 @@ def evaluate(
   stopped: Callable[[], bool] = lambda: False,
 ) -> float | None:
   """Mean loss over equally large batches; blocks per batch (see island.py). None: there are no
-  batches, or `stopped`, which is asked before every batch, said so."""
+  batches, or `stopped`, which is called before every batch, returned true."""
   if not batches:
     return None
   total = 0.0
@@ -97,7 +97,7 @@ def sample(
   seed: int = 0,
 ) -> Iterator[int]:
   """Draws one id after the other, without end, each from the `length` ids before it (L of the
-  training), the first from at least one of `prompt`. `temperature` divides the logits; 0 takes the
+  training), the first from at least one of `prompt`. `temperature` divides the logits; 0: the
   likeliest id. The task has `logits` and a tokenizer."""
   size = task.tokenizer().size  # the model may have room for more
 
@@ -259,7 +259,7 @@ def _continuations(ids_NxL1: np.ndarray) -> _Asked:
 
 def _brackets(ids_NxL1: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> _Asked:
   """The last bracket in the second half of each window that closes the last open one of the window.
-  In an id that stands for more, the bracket alone is another."""
+  In an id of several characters the bracket alone is replaced."""
   closing, questions = list(_BRACKETS.values()), []
   texts = {token_id: tokenizer.decode([token_id]) for token_id in np.unique(ids_NxL1).tolist()}
   for ids in ids_NxL1.tolist():

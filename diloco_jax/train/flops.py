@@ -80,7 +80,7 @@ def peak(kind: str) -> float:
 
 def memory(devices: 'list[jax.Device]') -> tuple[int, int]:
   """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
-  backend that does not count, as on CPUs, or does not tell, as Pathways."""
+  backend that does not count, as on CPUs, or does not answer, as Pathways."""
   import jax  # who reads records needs none
 
   try:

@@ -38,15 +38,15 @@ from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
 
 MAX_DAMAGED = 8  # batches in a row that cannot be read
-MAX_SAID = 20  # damaged batches that one process tells of
+MAX_WARNINGS = 20  # of a process, about damaged batches
 _LOG = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
   """The result of one inner step."""
 
-  loss: float | None  # of the batch before the update; None: a loop of a user's own tells none
-  grad_norm: float | None  # before clipping; None: of such a loop
+  loss: float | None  # of the batch before the update; None: a user's loop has not passed one
+  grad_norm: float | None  # before clipping; None: in a user's loop
   tokens: int  # predicted and trained on
   seconds: float  # wall, from its dispatch or the end of the step before, whichever is later
   data_s: float  # of them, until the batch was on the device
@@ -113,7 +113,7 @@ class Island:
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
-    self._damaged: set[tuple[int, int]] = set()  # batches that were said to be
+    self._damaged: set[tuple[int, int]] = set()  # batches with a warning
     self._folder = self._checkpoints = None
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
@@ -245,13 +245,13 @@ class Island:
         with contextlib.suppress(Exception):
           batch = self._shard[self._next_index + ahead]
           if ahead:
-            self._say_damaged(error, ahead)
+            self._warn_of_damage(error, ahead)
           return batch
       raise
 
-  def _say_damaged(self, error: Exception, ahead: int) -> None:
+  def _warn_of_damage(self, error: Exception, ahead: int) -> None:
     position = self._shard_index, self._next_index
-    if position not in self._damaged and len(self._damaged) < MAX_SAID:
+    if position not in self._damaged and len(self._damaged) < MAX_WARNINGS:
       self._damaged.add(position)
       _LOG.warning(
         'batch %d of shard %d cannot be read (%s: %s): batch %d is trained on instead, once more; '

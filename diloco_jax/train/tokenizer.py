@@ -27,7 +27,7 @@ _TRAINED_ON_BYTES = 8 << 20
 
 
 class Tokenizer:
-  """Bytes as UTF-8. `size` is the number of ids, `end` stands after each document."""
+  """Bytes as UTF-8. `size` is the number of ids, `end` follows each document."""
 
   size, end, dtype = 256, [0], 'uint8'
 
@@ -38,7 +38,7 @@ class Tokenizer:
     return bytes(ids).decode('utf-8', 'replace')
 
   def num_bytes(self, ids: Sequence[int]) -> int:
-    """How many bytes of text they stand for."""
+    """How many bytes of text these ids are."""
     return len(ids)
 
 
@@ -55,7 +55,7 @@ class _Subwords(Tokenizer):
 
 
 def load(name: str, corpus: str, field: str = 'text') -> Tokenizer:
-  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Says once if it has no end.
+  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Warns once if it has no end.
   Raises ValueError."""
   if not name:
     return Tokenizer()
@@ -79,7 +79,7 @@ def _load(name: str, path: pathlib.Path) -> Tokenizer:
     tokenizer.no_truncation()  # a file may ask for both
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # the letters of one in a text are letters
-    named = [end for end in (said_end(path), *_ENDS) if tokenizer.token_to_id(end) is not None]
+    named = [end for end in (find_end(path), *_ENDS) if tokenizer.token_to_id(end) is not None]
     tokenizer.add_special_tokens(named)  # a file may have its end as a plain added token
     encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     ends = [tokenizer.token_to_id(end) for end in named]
@@ -111,10 +111,10 @@ def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
     ) from None
   build = lambda new: _train_bpe(size, _some(corpus, field), new / 'tokenizer.json')
   what = f'bpe {size} of {field} by {library(name)}'
-  return corpus_files.cached(what, corpus, build) / 'tokenizer.json'
+  return corpus_files.build_once(what, corpus, build) / 'tokenizer.json'
 
 
-def said_end(path: pathlib.Path) -> str:
+def find_end(path: pathlib.Path) -> str:
   """The end of a document that a file beside a tokenizer.json names; ''. Raises ValueError."""
   for beside in map(path.with_name, _BESIDE if path.name == 'tokenizer.json' else ()):
     if beside.is_file():
@@ -131,7 +131,7 @@ def digest(name: str, corpus: str, field: str = 'text') -> str:
   if not name:
     return ''
   path = file(name, corpus, field)
-  return fingerprint.of([(said_end(path), str(path))])
+  return fingerprint.of([(find_end(path), str(path))])
 
 
 def files_of(name: str, corpus: str, field: str = 'text') -> fingerprint.Files:

@@ -51,7 +51,7 @@ class Shard:
     return {'x': x, 'y': x.sum(axis=1) * np.float32(1 if self.shard % 2 else -1)}
 
 
-def task(config, width=32, unread=False, labels=True):
+def task(config, width=32, unread=False):
   """A frozen base in eight bits, a body that is exchanged, a head of the learner's own."""
 
   def init(seed):

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 
 import jax
 import numpy as np
@@ -33,6 +34,21 @@ def _make(tmp_path, **sync):
   return config, assembled, island
 
 
+@contextlib.contextmanager
+def _work(tmp_path, functions=None, **sync):
+  """The work of a learner, and beside it what `_make` returns, its store and `posted` events."""
+  config, assembled, island = _make(tmp_path, **sync)
+  rig = types.SimpleNamespace(config=config, assembled=assembled, island=island, posted=[])
+  rig.store = payloads_lib.PayloadStore()
+  exchange = on_device.Exchange(assembled, island, functions).begin()
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0')) as recorder:
+    rig.work = learner_work.LearnerWork(
+      assembled, island, rig.posted.append, None, rig.store, recorder, exchange
+    )
+    yield rig
+  island.close()
+
+
 def _same(tree, expected) -> bool:
   return all(map(np.array_equal, jax.tree.leaves(tree), jax.tree.leaves(expected)))
 
@@ -48,18 +64,12 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
 
 
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
-  (_, assembled, island), posted = _make(tmp_path), []
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
-    )
+  with _work(tmp_path) as rig:
+    work, island = rig.work, rig.island
     initial = _host(island.params)
-    for action in (
-      actions.UseShard(shard=3, cursor=7, rewind=False),
-      actions.Step(clock=0),
-      actions.Step(clock=1),
-    ):
-      work.submit(action)
+    work.submit(actions.UseShard(shard=3, cursor=7, rewind=False))
+    work.submit(actions.Step(clock=0))
+    work.submit(actions.Step(clock=1))
     work.stop()
     work.run()
     assert (island.shard, island.data_state) == (3, 9)
@@ -69,23 +79,18 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
     work.submit(actions.UseShard(shard=2, cursor=5, rewind=True))
     work.stop()
     work.run()
-  assert [type(event) for event in posted] == [events.StepDone] * 2
-  assert (island.shard, island.data_state) == (2, 5)
-  assert _same(island.params, initial)  # the anchors
-  assert _same(island.state.opt_state, moments)
-  island.close()
+    assert [type(event) for event in rig.posted] == [events.StepDone] * 2
+    assert (island.shard, island.data_state) == (2, 5)
+    assert _same(island.params, initial)  # the anchors
+    assert _same(island.state.opt_state, moments)
 
 
 def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining. A step is recorded once it is done,
   also while the learner has no other one to make."""
-  _, assembled, island = _make(tmp_path, overlap=0)
-  assert assembled.protocol.lag == 0
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0')) as recorder:
-    posted = []
-    work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
-    )
+  with _work(tmp_path, overlap=0) as rig:
+    work, assembled = rig.work, rig.assembled
+    assert assembled.protocol.lag == 0
 
     def ask() -> None:
       work.submit(actions.Step(clock=0))
@@ -98,15 +103,14 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
     asking.start()
     work.run()
     asking.join()
-  assert [type(event) for event in posted] == [events.StepDone] * 2
+  assert [type(event) for event in rig.posted] == [events.StepDone] * 2
   facts = [fact for _, fact in records_lib.TailAll(tmp_path).read()]
   waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
-  island.close()
 
   (cost,) = [fact for fact in facts if fact['name'] == 'cost']  # as every log line
   assert cost['parameters'] == assembled.parameters
-  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 1)
+  assert (cost['tokens'], cost['devices']) == (rig.island.tokens_per_step, 1)
   assert cost['flops'] == assembled.task.flops_per_token * cost['tokens']
   (line,) = [line for line in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in line]
   assert ' completed step: 2, ' in line and 'MFU' not in line and 'HBM' not in line
@@ -150,36 +154,29 @@ class _Functions(dict):
 def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
-  config, assembled, island = _make(tmp_path, fragments=5, period=5)  # the embedding is cut
-  posted, store = [], payloads_lib.PayloadStore()
   functions = _Functions()
-  exchange = on_device.Exchange(assembled, island, functions).begin()
-  post = lambda event: posted.append((event, len(functions)))
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
-    before = len(functions)
+  with _work(tmp_path, functions, fragments=5, period=5) as rig:  # the embedding is cut
+    work, island, begun = rig.work, rig.island, len(functions)
     draw = np.random.default_rng(0)
     published = jax.tree.map(
       lambda leaf: draw.standard_normal(leaf.shape, np.float32), island.params
     )
-    for p in range(config.sync.fragments):
-      value = np.asarray(vectors.gather(assembled.layout, p, published))
+    for p in range(rig.config.sync.fragments):
+      value = np.asarray(vectors.gather(rig.assembled.layout, p, published))
       whole = {'whole': True, 'keep': False, 'merged': False}
-      work.submit(
-        actions.Adopt(fragment=p, version=3, payload_id=store.put(memoryview(value)), **whole)
-      )
+      payload_id = rig.store.put(memoryview(value))
+      work.submit(actions.Adopt(fragment=p, version=3, payload_id=payload_id, **whole))
     work.stop()
     work.run()
-    assert _same(island.params, published)
-    assert {compiled for _, compiled in posted} == {len(functions)} == {before}
-    assert [event.digest for event, _ in posted] == list(exchange.digests())
+    assert _same(island.params, published) and len(functions) == begun
+    digests = [event.digest for event in rig.posted]
+    assert digests == list(work.exchange.digests())
 
-    compiled = len(functions)
+    begun = len(functions)
     functions.on_another = work.stop
     work.submit(actions.Step(clock=0))
     work.run()
-  assert len(functions) > compiled
-  island.close()
+  assert len(functions) > begun
 
 
 def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):

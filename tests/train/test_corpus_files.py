@@ -21,7 +21,9 @@ BOTH = {'text': 'one', 'content': 'two'}
 
 
 @pytest.fixture(autouse=True)
-def _said_by_none_yet():
+def _fresh(tmp_path_factory, monkeypatch):
+  """Nothing is cached, and no warning printed yet."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
   corpus_files.say_once.cache_clear()
 
 
@@ -145,8 +147,7 @@ def test_whether_a_text_is_held_out_is_a_question_of_the_text_alone(tmp_path, ca
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_of_a_few_documents_the_end_is_held_out_without_copies(tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_of_a_few_documents_the_end_is_held_out_without_copies(tokenizer, tmp_path):
   text = ' '.join(map(str, range(2000)))
   (tmp_path / 'a.jsonl').write_text((json.dumps({'text': text}) + '\n') * 3)
   corpus = data_lib.load_corpus(str(tmp_path / 'a.jsonl'), tokenizer)
@@ -183,10 +184,7 @@ def test_a_document_with_an_end_or_half_a_character_in_it_is_left_out_and_counte
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_documents_that_are_not_utf8_are_kept_and_said_once(
-  tokenizer, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_documents_that_are_not_utf8_are_kept_and_said_once(tokenizer, tmp_path, capsys):
   corpus = tmp_path / 'corpus'
   corpus.mkdir()
   for name in ('b.txt', 'c.MD', 'd.txt'):
@@ -228,8 +226,7 @@ def test_a_record_that_is_not_text_is_refused(record, tmp_path):
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": null}\n' * 9)
   with pytest.raises(ValueError, match='a.jsonl.: no document in its files has a text: use files'):
     data_lib.load_corpus(str(tmp_path / 'a.jsonl'), tokenizer)
@@ -297,8 +294,7 @@ def test_parquet_without_pyarrow_is_refused_with_the_command_before_anything_is_
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_the_field_is_read_that_the_config_names(name, tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_the_field_is_read_that_the_config_names(name, tokenizer, tmp_path):
   path = tmp_path / name
   if name == 'a.jsonl':
     path.write_text((json.dumps(BOTH) + '\n') * 40)
@@ -346,7 +342,7 @@ def test_every_reader_reads_the_same_whatever_the_order_of_a_set(tmp_path):
     _write_parquet(corpus / folder / 'd.parquet', text=[f'rows of {folder}'] * 3, id=[1, 2, 3])
     _write_records(corpus / folder / 'e.array_record', f'records of {folder}'.encode())
   outputs = set()
-  for seed in '123':
+  for seed in '12':
     done = subprocess.run(
       [sys.executable, '-c', _READS, corpus, 'bpe(size=300)'],
       env={

@@ -126,12 +126,6 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path):
   assert both == text + b'\0' and 0.02 < len(corpus.eval_ids) / len(both) < 0.04
 
 
-def test_too_little_to_evaluate_is_said_before_the_training(numbered):
-  config = train_config.DataConfig(seq_len=16, eval_batches=100, eval_batch_size=4)
-  with pytest.raises(ValueError, match='has 127 held-out examples of 16 ids, fewer than 100 x 4'):
-    data_lib.digest(numbered, config)
-
-
 def test_a_glob_reads_what_a_directory_reads(tmp_path):
   folder = tmp_path / 'deep'
   folder.mkdir()

@@ -69,23 +69,6 @@ def test_balance_has_its_minimum_where_all_experts_are_used_alike():
     assert float(certain(chosen_40)) >= 1
 
 
-def test_descending_on_balance_spreads_the_tokens():
-  logits_1xTxE = jnp.asarray(np.random.default_rng(0).standard_normal((1, 256, 4)), jnp.float32)
-  skew_E = jnp.float32([3, 0, 0, 0])
-
-  def balance(bias_E):
-    probabilities = jax.nn.softmax(logits_1xTxE + bias_E[None, None])
-    chosen = jax.lax.top_k(probabilities, 1)[1]
-    return experts.balance(probabilities, chosen), jnp.bincount(chosen.reshape(-1), length=4) / 256
-
-  descend = jax.jit(lambda bias_E: bias_E - jax.grad(balance, has_aux=True)(bias_E)[0])
-  assert float(jnp.max(balance(skew_E)[1])) > 0.9
-  bias_E = skew_E
-  for _ in range(60):
-    bias_E = descend(bias_E)
-  assert float(jnp.max(balance(bias_E)[1])) < 0.35
-
-
 @pytest.mark.parametrize('choices', [1, pytest.param(2, marks=pytest.mark.full)])
 def test_router_and_experts_get_gradients_from_the_text_alone(model, choices, monkeypatch):
   monkeypatch.setattr(decoder, 'BALANCE_LOSS', 0.0)

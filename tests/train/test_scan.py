@@ -141,11 +141,6 @@ def test_fragments_are_cut_between_stacked_layers(model):
   assert rows(True) == rows(False)
 
 
-def test_experts_stay_unrolled(model):
-  with pytest.raises(ValueError, match='scan with num_experts 4.*use scan=False'):
-    dataclasses.replace(model, scan=True, num_experts=4).validate()
-
-
 @pytest.mark.parametrize(
   'variant, parameters', [('1b', 0.9998e9), ('4b', 3.880e9), ('12b', 11.765e9)]
 )

@@ -62,9 +62,9 @@ def test_two_machines_train_the_same_tokenizer_and_read_the_same_ids(text, monke
 def test_ids_are_those_of_the_text_of_the_tokenizer_and_of_its_library(text, tmp_path, monkeypatch):
   """Names, sizes and times are those of the file before."""
   words = shutil.copy(tokenizer_lib.file(BPE, str(text)), tmp_path / 'words.json')
-  path, folders, asked = tmp_path / 'a.txt', [], corpus_files.cached
+  path, folders, asked = tmp_path / 'a.txt', [], corpus_files.build_once
   monkeypatch.setattr(
-    corpus_files, 'cached', lambda *what: folders.append(asked(*what)) or folders[-1]
+    corpus_files, 'build_once', lambda *what: folders.append(asked(*what)) or folders[-1]
   )
   load_again = lambda: data_lib.load_corpus(str(path), str(words)).digest
   digests = set()
@@ -102,7 +102,7 @@ def build(folder):
     os.kill(os.getpid(), signal.SIGKILL)
   (folder / 'half').rename(folder / 'whole')
 
-assert os.listdir(corpus_files.cached('x', 'stdlib', build)) == ['whole']
+assert os.listdir(corpus_files.build_once('x', 'stdlib', build)) == ['whole']
 """
 
 
