@@ -1,7 +1,7 @@
 """A process without a checkpoint takes the moments of another's, or says that they are fresh."""
 
+import contextlib
 import json
-import shutil
 import types
 
 import jax
@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.api import single_controller
+from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import node as learner_node
 from diloco_jax.protocol import facts
 from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, json_files, states
 from tests import small_task
 
@@ -62,25 +63,22 @@ def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   assert moments_lib.find(tmp_path, 'l1', like, print) is None
 
 
-def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
-  """A run is continued without the checkpoints of l1."""
-  config = small_task.use(stdlib_lm.get_config('tiny'))
-  config.sync.learners = config.sync.fragments = config.sync.period = 2
-  config.sync.overlap, config.train.eval_every = 1, 0
-
-  def go_on(steps: int) -> list[tuple]:
-    config.train.steps = steps
-    config.validate()
-    capfd.readouterr()
-    single_controller.run(config, tmp_path)
-    lines = (tmp_path / 'records' / 'l1.jsonl').read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(row['of'], row['step'] > 0) for row in rows if row['name'] == 'moments']
-
-  assert go_on(12) == []
-  shutil.rmtree(moments_lib.folder(tmp_path, 'l1'))
-  assert go_on(18) == [('l0', True)]
-  assert 'the inner optimizer begins with the moments of l0 at step' in capfd.readouterr().out
+def test_a_learner_without_a_checkpoint_begins_with_anothers_moments(tmp_path):
+  """In a real run: tests/runs/store/test_learner_store.py."""
+  assembled = build.assemble(small_task.use(stdlib_lm.get_config('tiny')))
+  make = lambda name: learner_node.make_island(assembled, tmp_path, name, jax.devices()[:1])
+  with contextlib.closing(make('l0')) as donor:
+    donor.step(0)
+    donor.save(1)()
+    expected = jax.tree.map(np.array, donor.moments)
+  with contextlib.ExitStack() as stack:
+    island = stack.enter_context(contextlib.closing(make('l1')))
+    recorder = records_lib.Recorder(tmp_path, 'l1', tensorboard=False)
+    stack.enter_context(contextlib.closing(recorder))
+    restored, (saved, text) = learner_node._restore(assembled, island, tmp_path, 'l1', recorder)
+    jax.tree.map(np.testing.assert_array_equal, island.moments, expected)
+  assert restored is None and (saved.learner, saved.step) == ('l0', 1)
+  assert text == 'the inner optimizer begins with the moments of l0 at step 1'
 
 
 @pytest.mark.parametrize(
