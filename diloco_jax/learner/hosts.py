@@ -185,7 +185,7 @@ class LeadWork(_HostWork):
   """The work of the lead. All calls of `submit` and `stop` come from one thread."""
 
   def __init__(self, *args: Any):
-    """As LearnerWork."""
+    """Arguments: of LearnerWork."""
     super().__init__(*args)
     self._stream, self._messages = next(_STREAMS), 0
     self._unpublished: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
@@ -193,7 +193,7 @@ class LeadWork(_HostWork):
     self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
-    if not isinstance(action, actions.Examine):  # of this host alone
+    if not isinstance(action, actions.Examine):  # it asks this host alone
       self._unpublished.put(action)
     super().submit(action)
 
@@ -242,7 +242,7 @@ class LedWork(_HostWork):
     island: island_port.IslandState,
     records: 'records_lib.Recorder | Quiet',
   ):
-    self._sizes: dict[int, int] = {}  # of the payloads of the lead, in bytes
+    self._sizes: dict[int, int] = {}  # bytes of each payload of the lead
     fail = lambda error: self._queue.put(error)
     store = payloads_lib.PayloadStore()  # nothing arrives here
     super().__init__(assembled, island, lambda event: None, fail, store, records)

@@ -119,7 +119,7 @@ class Exchange:
 
   @property
   def launches(self) -> int:
-    """Of its functions: as many on each host of a learner."""
+    """How many functions were launched: as many on each host of a learner."""
     return self._programs.launches
 
   def _lower_gather(self, kind: split.Kind) -> jax.stages.Lowered:
@@ -297,7 +297,7 @@ class Exchange:
     kind, merged = self.kinds[p], capture is not None
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
-    if capture is None:  # its bytes do not count: those of another array of the same size will do
+    if capture is None:  # its bytes do not count: any array of the same size will do
       alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind)
     value = exchange.Adoption(base_N, delta, capture, self._flags[merged], self._flags[keep])

@@ -6,9 +6,9 @@ on pieces of local shapes, and only flags and digests cross between devices. A f
 island (anchor, payload, capture) is these vectors in the order of the devices; payloads on the wire
 are the same for every island.
 
-A part has to consist of whole blocks of 32 neighbours. Where those of a leaf do not, the same axes
-of the mesh split the piece along another axis (the compiler exchanges its parts), or else the piece
-is whole on every device. On one device all of this is the identity.
+A part has to consist of whole blocks of 32 neighbours. Where the parts of a leaf do not, the
+same axes of the mesh split the piece along another axis (the compiler exchanges its parts), or else
+the piece is whole on every device. On one device all of this is the identity.
 """
 
 import collections
@@ -304,13 +304,13 @@ class Order(NamedTuple):
 
 
 def order(kind: Kind) -> Order:
-  """That of every payload of a fragment of this kind."""
+  """The order of the blocks in every payload of a fragment of this kind."""
   flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
   wire_F = np.empty(kind.parts * kind.size // codecs.BLOCK, np.int32)
   for device, part in enumerate(wire_F.reshape(kind.parts, -1)):
     for _, wire, own in _blocks(kind, _NUMBERS, flat_B, part, device):
       own[:] = wire
-  flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
+  flat_B[wire_F] = np.arange(wire_F.size)  # any one of several copies
   return Order(flat_B, wire_F)
 
 

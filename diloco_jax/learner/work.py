@@ -262,7 +262,7 @@ class LearnerWork:
 
   def _save(self, save: actions.Save) -> None:
     """Starts an asynchronous save; a separate thread waits for its end. The steps before it are
-    done first, so that their time does not count as that of the save."""
+    done first, so that their time does not count as time of the save."""
     self._finish()
     begun_ns = time.monotonic_ns()
     try:

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
   cosines_MxMxT: np.ndarray | None = None
 
   def tensors(self, at: Sequence[int]) -> 'Rows':
-    """The same of these tensors."""
+    """The rows with these tensors alone."""
     cosines = None if self.cosines_MxMxT is None else self.cosines_MxMxT[:, :, at]
     return Rows(self.shares_M, self.lengths_MxT[:, at], cosines)
 
@@ -262,9 +262,8 @@ def mean_cosines(
   cosines_by_label: dict[str, list[float]] = {}
   for label, pairs, rest in zip(labels, pairs_T, sums_T**2 - squares_T, strict=True):
     if pairs > 0:
-      cosines_by_label.setdefault(label, []).append(
-        float(np.clip(rest / pairs, -1, 1))
-      )  # of float32 sums
+      cosine = float(np.clip(rest / pairs, -1, 1))  # sums in float32 may exceed it
+      cosines_by_label.setdefault(label, []).append(cosine)
   return {label: sum(cosines) / len(cosines) for label, cosines in cosines_by_label.items()}
 
 

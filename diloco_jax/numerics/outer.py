@@ -129,7 +129,7 @@ def _try(tx: optax.GradientTransformation) -> None:
 
 
 def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """Its optimizers. A transform without a learning rate is a part of one, and may not descend."""
+  """The optimizers of optax; a transform without a learning rate is a part, and may not descend."""
   return {
     name: value
     for name, value in vars(optax).items()

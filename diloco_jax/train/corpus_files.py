@@ -132,7 +132,7 @@ def _no_text(path: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 20)
 def _looked_at(path: str, key: fingerprint.Key) -> str:
-  del key  # of the file as it was looked at
+  del key  # part of the cache's key
   name = path.lower()
   if name.endswith(_FIELDS):
     return name[name.rindex('.') :]

@@ -180,7 +180,7 @@ class Windows:
 
 class Shard:
   """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
-  a leading axis; of a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
+  a leading axis; for a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
 
   def __init__(self, examples: Examples, config: train_config.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second

@@ -178,7 +178,7 @@ class Block(nnx.Module):
       for window in (0, self.window)
     )
     arrays = query_BxLxNxH, key_BxLxKxH, value_BxLxKxH
-    if isinstance(sees_all, jax.Array):  # of a scan: one program for all layers
+    if isinstance(sees_all, jax.Array):  # in a scan: one program for all layers
       mixed_BxLxNxH = jax.lax.cond(sees_all, of_all, of_window, *arrays)
     else:
       mixed_BxLxNxH = (of_all if sees_all else of_window)(*arrays)
@@ -391,7 +391,7 @@ def label(path: str) -> str:
   ('embedding', 'head', 'body')
   >>> label('layers/0/experts/router'), label('layers/0/experts/up')
   ('router', 'expert')
-  >>> label('layers/query')  # of a scan
+  >>> label('layers/query')  # in a scan
   'layer'
   """
   *above, name = path.split('/')

@@ -20,7 +20,7 @@ from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 SUITE_EXAMPLES = 2048
-_SEED = 0  # of the suite: other continuations, and the index of the right one
+_SEED = 0  # draws the other continuations, and the index of the right one
 _BRACKETS = {'(': ')', '[': ']', '{': '}'}
 _INDENTED = re.compile(r'\n( *)(\w+|\S)')  # a new line: its spaces, and its first word
 

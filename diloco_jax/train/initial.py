@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 16  # values of a draw, at least, if the leaf has them
 
 
 class _Leaf:
-  """What the arrays of a tree must have to be read like those of numpy."""
+  """What a leaf must have to be read like an array of numpy."""
 
   shape: tuple[int, ...]
   dtype: np.dtype

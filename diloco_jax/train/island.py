@@ -38,7 +38,7 @@ from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
 
 MAX_DAMAGED = 8  # batches in a row that cannot be read
-MAX_WARNINGS = 20  # of a process, about damaged batches
+MAX_WARNINGS = 20  # about damaged batches, in one process
 _LOG = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
   grad_norm: float | None  # before clipping; None: in a user's loop
   tokens: int  # predicted and trained on
   seconds: float  # wall, from its dispatch or the end of the step before, whichever is later
-  data_s: float  # of them, until the batch was on the device
+  data_s: float  # the part of `seconds` until the batch was on the device
   clock: int  # before it
   metrics: dict[str, float]  # what else the task or the loop has measured
 
@@ -268,7 +268,7 @@ class Island:
     it."""
     if self._eval_batches is None:  # most islands of a run never evaluate
       batches = self._task.eval_batches()
-      self.bits_per_byte = evaluate.bits_per_byte(self._task, batches)  # of a loss
+      self.bits_per_byte = evaluate.bits_per_byte(self._task, batches)
       self._eval_batches = [mesh_lib.put_batch(self.mesh, batch) for batch in batches]
     params = self.params if params is None else self._put_params(params)
     return evaluate.evaluate(self._eval_step, params, self._eval_batches)

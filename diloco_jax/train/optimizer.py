@@ -156,7 +156,7 @@ def _muon(
   )
   muon = of_decay(beta=config.momentum)
   if config.momentum_weight:
-    last = of_decay(beta=0.0, nesterov=False)  # of the mean that it gets; its own state is that
+    last = of_decay(beta=0.0, nesterov=False)  # its input is the mean, which is all of its state
     orthogonal = optax.stateless(lambda mean, _: last.update(mean, last.init(mean))[0])
     muon = optax.chain(quasi_hyperbolic(config.momentum, config.momentum_weight), orthogonal)
   sized = optax.stateless(

@@ -98,7 +98,7 @@ def _import(name: str) -> types.ModuleType:
 
 
 def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
-  """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
+  """The file of a tokenizer, trained if need be, once on this machine. Raises ValueError."""
   if name.endswith(('.json', '.model')):
     if what := files_lib.kind(name):
       raise ValueError(f'tokenizer {name!r} is {what} (seen from {pathlib.Path.cwd()})')
@@ -135,7 +135,7 @@ def digest(name: str, corpus: str, field: str = 'text') -> str:
 
 
 def files_of(name: str, corpus: str, field: str = 'text') -> fingerprint.Files:
-  """Its file, and those beside it that may name its end."""
+  """The file of a tokenizer, and the files beside it that may name its end."""
   path = file(name, corpus, field)
   return [('', str(file_path)) for file_path in (path, *map(path.with_name, _BESIDE))]
 
