@@ -73,10 +73,9 @@ def test_the_questions_are_what_they_say(windows_NxL1):
       assert len(set(asked)) == questions.choices
       known = [any(text.startswith(row) for text in texts) for row in asked]
       assert known == [place == right for place in range(questions.choices)]
-      counted_L = questions.counted_RxL[number * questions.choices + right]
-      counted = bytes(
-        questions.targets_RxL[number * questions.choices + right][counted_L].tolist()
-      ).decode()
+      row = number * questions.choices + right
+      counted_ids = questions.targets_RxL[row][questions.counted_RxL[row]]
+      counted = bytes(counted_ids.tolist()).decode()
       if name == 'brackets':
         assert counted == CLOSED[number % 3]
       elif name == 'indentation':
@@ -118,13 +117,11 @@ def test_the_suite_is_the_same_again_and_of_held_out_documents_alone(tmp_path):
   for name, questions in suite.items():
     assert 3 < len(questions.right_N) <= 50
     for field in dataclasses.fields(questions):
-      np.testing.assert_array_equal(
-        getattr(questions, field.name), getattr(again[name], field.name)
-      )
+      value = getattr(again[name], field.name)
+      np.testing.assert_array_equal(getattr(questions, field.name), value)
     asked = set()
-    for number, right in enumerate(
-      questions.right_N
-    ):  # what was joined to ask may look like a name
+    # Only the right rows: what was joined to ask may look like a name.
+    for number, right in enumerate(questions.right_N):
       asked |= names(questions.inputs[number * questions.choices + right].tolist())
     assert asked and asked <= held_out
 
