@@ -15,7 +15,7 @@ from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop
 from diloco_jax.report import records as records_lib
 from diloco_jax.transport import in_process
-from tests import small_task
+from tests.train import small_task
 
 
 @pytest.fixture(name='config')

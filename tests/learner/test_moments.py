@@ -17,7 +17,7 @@ from diloco_jax.protocol import facts
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, json_files, states
-from tests import small_task
+from tests.train import small_task
 
 
 def _moments(value: float):

@@ -15,8 +15,8 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.transport import payloads as payloads_lib
-from tests import small_task
 from tests.numerics import vectors
+from tests.train import small_task
 
 
 def _host(tree):

@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import island as island_lib
-from tests import small_task
+from tests.train import small_task
 
 
 @pytest.fixture(name='model')

@@ -12,7 +12,7 @@ from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
-from tests import small_task
+from tests.train import small_task
 
 
 class Device(NamedTuple):
