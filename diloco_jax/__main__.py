@@ -11,7 +11,7 @@ if __name__ == '__main__':  # -m puts the folder of the start first: its secrets
   _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
   del sys.path[: not sys.flags.safe_path]
   if _HOME not in sys.path:  # of a checkout: after the standard library
-    _AT = [one.endswith('-packages') for one in (*sys.path, 'no-packages')].index(True)
+    _AT = [path.endswith('-packages') for path in (*sys.path, 'no-packages')].index(True)
     sys.path.insert(_AT, _HOME)
 
 import difflib
@@ -113,11 +113,11 @@ def _complete(words: list[str]) -> int:
   if words[:1] == ['words']:
     return _print_words(words[-1])
   texts = {name: text.replace("'", '') for name, text in COMMANDS.items()}
-  one = "complete -c diloco -n __fish_use_subcommand -f -a {} -d '{}'"
+  line = "complete -c diloco -n __fish_use_subcommand -f -a {} -d '{}'"
   filled = {
     'bash': ' '.join([*COMMANDS, 'help', _COMPLETION]),
     'zsh': ' '.join(f"'{name}:{text.replace(':', ',')}'" for name, text in texts.items()),
-    'fish': '\n'.join(one.format(*row) for row in texts.items()),
+    'fish': '\n'.join(line.format(*row) for row in texts.items()),
   }
   if len(words) != 1 or words[0] not in filled:
     return exits.refuse(f'{_COMPLETION}: name one shell of {", ".join(filled)}')

@@ -26,7 +26,7 @@ def check_merge_rule(rule: str | merge.MergeRule) -> None:
   rng = np.random.default_rng(1)
   deltas = {name: rng.standard_normal((4, *shape)) for name, shape in _SHAPES.items()}
   weights = rng.uniform(1, 1000, 4)
-  found = merged(rule, deltas, weights)
+  usual = merge_deltas(rule, deltas, weights)
   part = lambda function: {name: function(x) for name, x in deltas.items()}
   for what, other, its_weights, scale in (
     ('a lone learner merges to its own delta', part(lambda x: x[:1]), weights[:1], None),
@@ -35,12 +35,12 @@ def check_merge_rule(rule: str | merge.MergeRule) -> None:
     ('the scale of deltas is that of the result', part(lambda x: _SMALL * x), weights, _SMALL),
     ('deltas of zeros merge to zeros', part(np.zeros_like), weights, 0.0),
   ):
-    for name, value in merged(rule, other, its_weights).items():
-      expected = deltas[name][0].reshape(-1) if scale is None else scale * found[name]
+    for name, value in merge_deltas(rule, other, its_weights).items():
+      expected = deltas[name][0].reshape(-1) if scale is None else scale * usual[name]
       assert np.allclose(value, expected, rtol=1e-9, atol=1e-12 * (scale or 1)), f'{what}: {name}'
 
 
-def merged(
+def merge_deltas(
   rule: merge.MergeRule, deltas: dict[str, np.ndarray], weights: np.ndarray
 ) -> dict[str, np.ndarray]:
   """The outer gradient of deltas, whose first axis is that of the learners, tensor by tensor."""

@@ -46,7 +46,7 @@ def meet(
       own_model.complete(model, shared)
   except addresses.RunEnded:
     answer = b''
-  answer = hosts_lib.of_lead(answer.decode())
+  answer = hosts_lib.broadcast_text(answer.decode())
   return own_model.Terms.decode(answer.encode()) if answer else None
 
 

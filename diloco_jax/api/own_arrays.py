@@ -38,7 +38,7 @@ class OwnArrays:
     named = jax.tree.map(copies.own, own_model.as_arrays(named, 'params'))
     kept = jax.tree.map(copies.own, own_model.as_arrays(kept, 'opt_state'))
     several = hosts_lib.are_several(named)
-    put = (lambda tree: hosts_lib.on_all(tree, named)) if several else jax.device_put
+    put = (lambda tree: hosts_lib.put_on_all(tree, named)) if several else jax.device_put
     self.params, self.moments = put((named, kept))
     self.replicated = _replicated(self.params)
     self.shardings = _Shardings(

@@ -71,7 +71,7 @@ def begin(
   event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
   own = restored if restored is not None and restored.learner == learner else None
   store = folders.of_learners(folder, assembled.config.train.store)
-  origin = restored, moments_lib.told(restored, store, 'the opt_state that join was given')
+  origin = restored, moments_lib.describe(restored, store, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(folder, learner, prefix=f'[{learner}] '))
   )
@@ -83,10 +83,10 @@ def begin(
   work = work_class(assembled, arrays, event_queue.post, event_queue.fail, payloads, records)
   work.exchange.compile_all()
   records_lib.report_startup(records, 'compiled')
-  hosts_lib.ready()
+  hosts_lib.wait_until_ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
-  cleanup.enter_context(work.threads())
+  cleanup.enter_context(work.run_threads())
   ended = cleanup.enter_context(
     learner_node.running_node(
       assembled,
@@ -114,11 +114,11 @@ def _led(
   cleanup: contextlib.ExitStack,
 ) -> Node:
   """The node of a host that does not lead: it has no machine."""
-  records = hosts_lib.quiet(learner)
+  records = hosts_lib.Quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
-  hosts_lib.ready()
-  cleanup.enter_context(work.threads())
+  hosts_lib.wait_until_ready()
+  cleanup.enter_context(work.run_threads())
   if restored is None or restored.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()

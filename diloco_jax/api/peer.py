@@ -518,7 +518,7 @@ def join(
         header.say(
           f'[{learner}] waits for a syncer at {dial.describe(syncer)}, at most {wait_s:g} s'
         )
-      learner = hosts_lib.of_lead(learner)
+      learner = hosts_lib.broadcast_text(learner)
       terms = admission_lib.meet(model, config, address, access, wait_s)
       if terms is None:
         yield Peer.of_ended(arrays, total_steps, learner)

@@ -95,12 +95,12 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.data.tokenizer:
     file = tokenizer_lib.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
-    content, end = file.read_bytes(), tokenizer_lib.said_end(file)
+    content, end = file.read_bytes(), tokenizer_lib.find_end(file)
     if not (workdir / kept).is_file():
       if end:
         json_files.write(workdir / tokenizer_lib.CONFIG, {'eos_token': end})
       json_files.replace(workdir / kept, content)
-    elif (workdir / kept).read_bytes() != content or tokenizer_lib.said_end(workdir / kept) != end:
+    elif (workdir / kept).read_bytes() != content or tokenizer_lib.find_end(workdir / kept) != end:
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
   values['brought'] = brought(workdir)
   json_files.write(workdir / FILE, formats.stamp('config') | values)

@@ -23,60 +23,51 @@ def run(
   StateError if the last save failed, ValueError if the checkpoint is of a learner with a
   syncer."""
   with contextlib.closing(island):
-    return _run(config, island, records, stopping)
+    restored = island.restore()
+    if restored is not None and restored.protocol:
+      raise ValueError(
+        'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
+        "--syncer=none (syncer='none') out, or choose another folder"
+      )
+    step = 0 if restored is None else restored.step
+    records_lib.report_startup(records, 'restored')
+    learner_work.introduce(island, records)
+    records.config(config.to_dict())
+    island.warm_up()
+    train = config.train
+    if restored is None:
+      learner_work.evaluate(island, records, 0)
+    steps = tokens = 0
+    save = None  # the newest one, while no step has followed it
+    failures = rate_limited_log.Notices(checkpoint.SAY_AGAIN_NS, records.say)
 
+    def finish(ahead: int = 0) -> None:
+      nonlocal steps, tokens
+      while island.must_finish(ahead):
+        result = island.finish()
+        steps, tokens = steps + 1, tokens + result.tokens
+        learner_work.record_step(records, config, island, steps, tokens, result)
 
-def _run(
-  config: run_config.Config,
-  island: island_lib.Island,
-  records: records_lib.Recorder,
-  stopping: Callable[[], bool],
-) -> actions.Exit:
-  restored = island.restore()
-  if restored is not None and restored.protocol:
-    raise ValueError(
-      'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
-      "--syncer=none (syncer='none') out, or choose another folder"
-    )
-  step = 0 if restored is None else restored.step
-  records_lib.report_startup(records, 'restored')
-  learner_work.introduce(island, records)
-  records.config(config.to_dict())
-  island.warm_up()
-  train = config.train
-  if restored is None:
-    learner_work.evaluate(island, records, 0)
-  steps = tokens = 0
-  save = None  # the newest one, while no step has followed it
-  failures = rate_limited_log.Notices(checkpoint.SAY_AGAIN_NS, records.say)
-
-  def finish(ahead: int = 0) -> None:
-    nonlocal steps, tokens
-    while island.must_finish(ahead):
-      result = island.finish()
-      steps, tokens = steps + 1, tokens + result.tokens
-      learner_work.record_step(records, config, island, steps, tokens, result)
-
-  while step < train.steps and not stopping():
-    island.dispatch(step)
-    step, save = step + 1, None
-    evaluates = train.eval_every and step % train.eval_every == 0 and step < train.steps
-    saves = train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0
-    finish(0 if evaluates or saves else 1)
-    if evaluates:
+    while step < train.steps and not stopping():
+      island.dispatch(step)
+      step, save = step + 1, None
+      evaluates = train.eval_every and step % train.eval_every == 0 and step < train.steps
+      saves = train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0
+      finish(0 if evaluates or saves else 1)
+      if evaluates:
+        learner_work.evaluate(island, records, step)
+      if saves:
+        try:
+          save = island.save(step)
+        except states.StateError as error:
+          text = f'checkpoint of step {step} failed: {error}. Training continues.'
+          failures.say(time.monotonic_ns(), 'save', text)
+    finish()
+    if steps and save is None:
+      save = island.save(step)
+    if step >= train.steps:
       learner_work.evaluate(island, records, step)
-    if saves:
-      try:
-        save = island.save(step)
-      except states.StateError as error:
-        text = f'checkpoint of step {step} failed: {error}. Training continues.'
-        failures.say(time.monotonic_ns(), 'save', text)
-  finish()
-  if steps and save is None:
-    save = island.save(step)
-  if step >= train.steps:
-    learner_work.evaluate(island, records, step)
-  if save is not None:
-    save()
-  what = 'done' if step >= train.steps else 'stopped'
-  return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
+    if save is not None:
+      save()
+    what = 'done' if step >= train.steps else 'stopped'
+    return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')

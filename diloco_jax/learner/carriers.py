@@ -59,7 +59,7 @@ class Programs:
 
 
 class Bytes:
-  """As bytes through the memory of this host.
+  """Payloads are bytes in the memory of this host.
 
   Attributes:
     from_host: whether payloads arrive in its memory.
@@ -104,7 +104,7 @@ class Bytes:
 
 
 class HostsBytes(Bytes):
-  """Of an island on several hosts: each has all of the bytes, and the lead sends them."""
+  """The same for an island on several hosts: each has all of the bytes, and the lead sends them."""
 
   def needs(self, kind: split.Kind) -> list[tuple]:
     return [(self._lower_wire, kind)]
@@ -121,8 +121,8 @@ class HostsBytes(Bytes):
 
 
 class Arrays(Bytes):
-  """As arrays of jax: the syncer is in this process. Of several devices in the order of the wire,
-  in which the syncer and the other islands read them."""
+  """Payloads are arrays of jax: the syncer is in this process. An array of several devices has the
+  order of the wire, in which the syncer and the other islands read it."""
 
   from_host = False
 

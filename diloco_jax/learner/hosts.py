@@ -94,7 +94,7 @@ def are_several(params: Any) -> bool:
   return several
 
 
-def on_all(tree: Any, params: Any) -> Any:
+def put_on_all(tree: Any, params: Any) -> Any:
   """The tree with those arrays that only this host has, such as the counts of optax, on all devices
   of `params`."""
   mesh = next(leaf for leaf in _arrays(params) if not leaf.is_fully_addressable).sharding.mesh
@@ -105,7 +105,7 @@ def on_all(tree: Any, params: Any) -> Any:
 
 
 def gather(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, np.ndarray]]:
-  """Returns what gives the lead the values of all hosts, float32."""
+  """Returns a function that returns the values of all hosts on the lead, float32."""
   values = {}
   for name, leaf in arrays.items():
     whole = multihost_utils.process_allgather(leaf, tiled=True)
@@ -118,14 +118,14 @@ def _arrays(tree: Any) -> list[jax.Array]:
   return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
-def ready() -> None:
+def wait_until_ready() -> None:
   """Waits until every host has compiled: on CPUs the first exchange of a group of devices must
   begin on all of them within 30 s."""
   if _STATE.num_processes > 1:
     _STATE.client.wait_at_barrier(f'diloco/ready/{next(_VALUES)}', START_S * 1000)
 
 
-def of_lead(text: str) -> str:
+def broadcast_text(text: str) -> str:
   """Returns the text that the lead has called this with."""
   key = f'diloco/value/{next(_VALUES)}'
   if _STATE.process_id:
@@ -137,7 +137,7 @@ def of_lead(text: str) -> str:
 
 def require_same(name: str, text: str) -> None:
   """Raises RuntimeError on a led host whose text is not that of the lead."""
-  if (expected := of_lead(text)) != text:
+  if (expected := broadcast_text(text)) != text:
     raise RuntimeError(
       f'{name} of host {_STATE.process_id} is {text}, of the lead {expected}: all hosts of a '
       'learner need the same command, and one folder'
@@ -185,36 +185,36 @@ class LeadWork(_HostWork):
   """The work of the lead. All calls of `submit` and `stop` come from one thread."""
 
   def __init__(self, *args: Any):
-    """As LearnerWork."""
+    """Arguments: of LearnerWork."""
     super().__init__(*args)
-    self._stream, self._told = next(_STREAMS), 0
-    self._untold: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._stream, self._messages = next(_STREAMS), 0
+    self._unpublished: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
     self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
-    if not isinstance(action, actions.Examine):  # of this host alone
-      self._untold.put(action)
+    if not isinstance(action, actions.Examine):  # it asks this host alone
+      self._unpublished.put(action)
     super().submit(action)
 
   def stop(self) -> None:
     ask_to_stop('')
     self._awaiting.join()  # a process that ends while it waits crashes
-    self._untold.put(None)
+    self._unpublished.put(None)
     super().stop()
 
   def _take(self) -> actions.Work | None:
     """Before an action is performed all that were submitted so far are published, in one message
     most times, as the machine asks for those of a boundary together."""
-    action, told = super()._take(), []
+    action, published = super()._take(), []
     with contextlib.suppress(queue.Empty):
       while True:
-        told.append(self._described(self._untold.get_nowait()))
-    if told:
-      _STATE.client.key_value_set(_key(self._stream, self._told), codec.encode(told))
-      if self._told % _FOLDER == 0:
-        _STATE.client.key_value_delete(_folder(self._stream, self._told - _KEPT))
-      self._told += 1
+        published.append(self._described(self._unpublished.get_nowait()))
+    if published:
+      _STATE.client.key_value_set(_key(self._stream, self._messages), codec.encode(published))
+      if self._messages % _FOLDER == 0:
+        _STATE.client.key_value_delete(_folder(self._stream, self._messages - _KEPT))
+      self._messages += 1
     return action
 
   def _take_payload(self, payload_id: int) -> memoryview:
@@ -242,7 +242,7 @@ class LedWork(_HostWork):
     island: island_port.IslandState,
     records: 'records_lib.Recorder | Quiet',
   ):
-    self._sizes: dict[int, int] = {}  # of the payloads of the lead, in bytes
+    self._sizes: dict[int, int] = {}  # bytes of each payload of the lead
     fail = lambda error: self._queue.put(error)
     store = payloads_lib.PayloadStore()  # nothing arrives here
     super().__init__(assembled, island, lambda event: None, fail, store, records)
@@ -282,16 +282,11 @@ class LedWork(_HostWork):
 ENDED_BY_LEAD = actions.Exit(code=0, text='done: the lead has ended the work')
 
 
-def quiet(learner: str) -> 'Quiet':
-  """The records of this host, if it does not lead."""
-  return Quiet(f'{learner}.{_STATE.process_id}')
-
-
 class Quiet:
   """The records of a led host (node.ports.Records): its lines for people, and nothing else."""
 
-  def __init__(self, name: str):
-    self._name = name
+  def __init__(self, learner: str):
+    self._name = f'{learner}.{_STATE.process_id}'
 
   def say(self, text: str) -> None:
     header.say(f'[{self._name}] {text}')

@@ -48,7 +48,7 @@ def find(
       back with its own one of another run.
   """
 
-  def found() -> list[json_files.Place]:
+  def list_checkpoints() -> list[json_files.Place]:
     paths = place.glob(f'{folders.ISLANDS}/*/{folders.CHECKPOINTS}/*')
     ages = {
       (path.parts[-3] == learner, number, path.parts[-3]): path
@@ -75,15 +75,15 @@ def find(
 
   passed_over = lambda path, error: say(f'{error}: an older checkpoint, or another, is used')
   with contextlib.suppress(states.Damaged):
-    return states.newest(found, use, passed_over)
+    return states.newest(list_checkpoints, use, passed_over)
   return None
 
 
-def told(found: Found | None, place: json_files.Place, given: str) -> str:
-  """What a process without a checkpoint says when it joins a run in progress; `given`: what it has
-  if nothing was found."""
-  if found is not None:
-    return f'the inner optimizer begins with the moments of {found.learner} at step {found.step}'
+def describe(saved: Found | None, place: json_files.Place, given: str) -> str:
+  """The line that a process without a checkpoint prints when it joins a run in progress. `given`:
+  its moments if nothing was found."""
+  if saved is not None:
+    return f'the inner optimizer begins with the moments of {saved.learner} at step {saved.step}'
   return (
     f'no checkpoint of a learner with this model can be read under {place / folders.ISLANDS}, so '
     f'the inner optimizer begins with {given}. No merged update is lost; expect a higher loss for '

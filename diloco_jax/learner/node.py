@@ -35,12 +35,12 @@ from diloco_jax.storage import store as store_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
-Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an own checkpoint
+Origin = tuple[moments_lib.Found | None, str]  # whose moments, and the line about them
 
 
 class LearnerRecords:
-  """The learner's records, with curves of its adoptions (node.ports.Records). They tell from
-  where a process without a checkpoint has its moments, once it joins a run in progress."""
+  """The learner's records, with curves of its adoptions (node.ports.Records), and the origin of
+  the moments once a process without a checkpoint joins a run in progress."""
 
   def __init__(
     self, records: records_lib.Recorder, origin: Origin | None, late: int = 0, store: str = ''
@@ -56,13 +56,13 @@ class LearnerRecords:
       self.say(f'joined the run at clock {fact.clock}')
       origin, self._origin = self._origin, None
       if origin and (origin[0] or fact.clock > self._late):
-        found, text = origin
-        if not found and folders.is_away(self._store):
+        saved, text = origin
+        if not saved and folders.is_away(self._store):
           raise store_lib.StoreError(
             f'{self._store} is away: the run has begun, and nothing of it is there. Is its file '
             'system mounted? Nothing was made there. Start again once it is back'
           )
-        of, step = (found.learner, found.step) if found else ('', 0)
+        of, step = (saved.learner, saved.step) if saved else ('', 0)
         self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))
         self._records.say(text)
     if isinstance(fact, facts.Adopted) and not fact.whole:
@@ -175,7 +175,7 @@ def _restore(
   learner_id: str,
   records: records_lib.Recorder,
 ) -> tuple[checkpoint.Restored | None, Origin | None]:
-  """Gives the island the state of its newest checkpoint, else the moments of another learner."""
+  """Restores the newest checkpoint of the island, else the moments of another learner."""
   restored, origin = island.restore(), None
   if restored is not None and not restored.protocol:
     raise ValueError(
@@ -184,12 +184,12 @@ def _restore(
     )
   if restored is None:
     place = folders.of_learners(workdir, assembled.config.train.store)
-    found = moments_lib.find(place, learner_id, island.moments, records.say)
-    if found is None and place != workdir:  # the run may have got its store only now
-      found = moments_lib.find(workdir, learner_id, island.moments, records.say)
-    if found is not None:
-      island.moments, found = found.moments, found._replace(moments=None)
-    origin = found, moments_lib.told(found, place, 'fresh moments')
+    saved = moments_lib.find(place, learner_id, island.moments, records.say)
+    if saved is None and place != workdir:  # the run may have got its store only now
+      saved = moments_lib.find(workdir, learner_id, island.moments, records.say)
+    if saved is not None:
+      island.moments, saved = saved.moments, saved._replace(moments=None)
+    origin = saved, moments_lib.describe(saved, place, 'fresh moments')
   from_step = origin[1] if restored is None else f'checkpoint {restored.step}'
   hosts_lib.require_same('the state', from_step)
   records_lib.report_startup(records, 'restored')
@@ -206,7 +206,7 @@ def _compile(
     # for which others would wait.
     if restored is None or jax.process_count() > 1:
       work.exchange.compile_all()
-  hosts_lib.ready()
+  hosts_lib.wait_until_ready()
 
 
 @contextlib.contextmanager
@@ -287,7 +287,7 @@ def _run_node(
 
 @contextlib.contextmanager
 def _compile_in_turn() -> Iterator[None]:
-  """Holds a lock on the compilation cache, so that the learners of a run compile in turn: the first
+  """Locks the compilation cache, so that the learners of a run compile in turn: the first
   compiles the functions and the others read them. Learners that start together with an empty cache
   would each compile all of them. The kernel frees the lock if the process dies; without a cache
   that can be written there is no lock."""

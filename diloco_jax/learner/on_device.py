@@ -74,17 +74,17 @@ class Exchange:
     self._concatenate = jax.jit(jnp.concatenate, out_shardings=replicated)
     kinds = []
     for pieces in self._layout.fragments:
-      found = fragments.packed(pieces, likes, replicated)
-      leaves = {paths: leaf for _, paths, leaf in found}
-      names = {paths: name for name, paths in split.named(leaves).items()}
+      packed = fragments.pack_pieces(pieces, likes, replicated)
+      leaves = {paths: leaf for _, paths, leaf in packed}
+      names = {paths: name for name, paths in split.by_index(leaves).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
         dataclasses.replace(piece, path=names[paths], label=label(piece))
-        for piece, paths, _ in found
+        for piece, paths, _ in packed
       )
       kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), replicated))
       self._leaf_indices.append([[order[path] for path in paths] for paths in leaves])
-      self._first_rows.append(np.int32([piece.start for piece, *_ in found]))
+      self._first_rows.append(np.int32([piece.start for piece, *_ in packed]))
     return kinds
 
   def begin(self) -> 'Exchange':
@@ -119,7 +119,7 @@ class Exchange:
 
   @property
   def launches(self) -> int:
-    """Of its functions: as many on each host of a learner."""
+    """How many functions were launched: as many on each host of a learner."""
     return self._programs.launches
 
   def _lower_gather(self, kind: split.Kind) -> jax.stages.Lowered:
@@ -129,7 +129,7 @@ class Exchange:
 
     each = kind.on_each(flat, (kind.rows_specs,), kind.flat)
     gather = lambda leaves, starts: each(kind.rows(leaves, starts))
-    return kind.jit(gather, kind.sharding).lower(*self._held(kind))
+    return kind.jit(gather, kind.sharding).lower(*self._leaves_like(kind))
 
   def _lower_digest(self, kind: split.Kind) -> jax.stages.Lowered:
     each = kind.on_each(kind.digest, (kind.flat,), jax.P())
@@ -153,7 +153,7 @@ class Exchange:
     shardings = kind.sharding, self._island.replicated
     return kind.jit(encode_all, shardings, donate=0).lower(
       kind.like(size, np.uint8) if self._reuses else None,
-      *self._held(kind),
+      *self._leaves_like(kind),
       kind.like(kind.size, np.float32),
     )
 
@@ -171,9 +171,9 @@ class Exchange:
       kind.like(codec.encoded_size(kind.size), np.uint8)
       for codec in (self._codec_down, self._codec_up)
     )
-    shardings = split.named(leaf.sharding for leaf in kind.leaves)
+    shardings = split.by_index(leaf.sharding for leaf in kind.leaves)
     return kind.jit(adopt_all, shardings, donate=0).lower(
-      *self._held(kind), anchor, exchange.Adoption(anchor, data, capture, flag, flag)
+      *self._leaves_like(kind), anchor, exchange.Adoption(anchor, data, capture, flag, flag)
     )
 
   def lower_apply(self, kind: split.Kind) -> jax.stages.Lowered:
@@ -188,9 +188,9 @@ class Exchange:
       kind.like(self._codec_down.encoded_size(kind.size), np.uint8),
     )
 
-  def _held(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
+  def _leaves_like(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
     like = lambda leaf: leaf.update(sharding=split.automatic(leaf.sharding))
-    return split.named(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
+    return split.by_index(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     sharding = split.automatic(self._island.replicated)
@@ -199,14 +199,14 @@ class Exchange:
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
-    mine = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
-    return split.named(fragments.pack(some, self._concatenate) for some in mine)
+    groups = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
+    return split.by_index(fragments.pack(some, self._concatenate) for some in groups)
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
     digest = functools.partial(self._programs.get, self._lower_digest)
-    found = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
-    return tuple(map(digest_lib.as_int, found))
+    digests = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
+    return tuple(map(digest_lib.as_int, digests))
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
@@ -262,12 +262,14 @@ class Exchange:
     kind, leaves = self.kinds[p], self._leaves(p)
     for index, (piece, start, stop) in enumerate(fragments.spans(kind.pieces)):
       leaf, at = leaves[piece.path], kind.leaves[int(piece.path)].sharding
-      rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
+      rows = fragments.unflatten(piece, value_N[start:stop]).astype(leaf.dtype)
       if rows.shape == leaf.shape:
         leaves[piece.path] = split.put(rows, at)
       else:
         rows = split.put(rows, kind.shardings[index])
-        leaf, rows = (jax.device_put(one, split.automatic(one.sharding)) for one in (leaf, rows))
+        leaf, rows = (
+          jax.device_put(array, split.automatic(array.sharding)) for array in (leaf, rows)
+        )
         leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][index])
     self._programs.launches += 1
     self._assign(p, leaves)
@@ -295,7 +297,7 @@ class Exchange:
     kind, merged = self.kinds[p], capture is not None
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
-    if capture is None:  # its bytes do not count: those of another array of the same size will do
+    if capture is None:  # its bytes do not count: any array of the same size will do
       alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind)
     value = exchange.Adoption(base_N, delta, capture, self._flags[merged], self._flags[keep])
@@ -313,13 +315,13 @@ class Exchange:
     leaves = jax.tree.leaves(self._island.params)
     uses = collections.Counter(map(id, leaves))
     uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
-    found = self._leaves(p)
+    consumed = self._leaves(p)
     for indices in self._leaf_indices[p]:
       for index in indices if len(indices) > 1 else ():
         if uses[id(leaves[index])] == 1:
           leaves[index].delete()
     own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
-    return jax.tree.map(own, found)
+    return jax.tree.map(own, consumed)
 
   def _zeros(self, codec: codecs.Codec, kind: split.Kind) -> jax.Array:
     """Encoded zeros."""
@@ -329,7 +331,7 @@ class Exchange:
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""
     leaves, tree = jax.tree.flatten(self._island.params)
-    for name, indices in split.named(self._leaf_indices[p]).items():
+    for name, indices in split.by_index(self._leaf_indices[p]).items():
       likes = [self._likes[index] for index in indices]
       for index, leaf in zip(indices, fragments.unpack(values[name], likes)):
         leaves[index] = leaf

@@ -14,7 +14,7 @@ NOTHING = (-1, 0)
 
 
 class Differs(Exception):
-  """The value is not what the syncer has published; what was held is forgotten."""
+  """The value is not what the syncer has published; the fragment is forgotten."""
 
 
 class Replica:
@@ -39,7 +39,7 @@ class Replica:
     return NOTHING not in self.held
 
   def adopt(self, publish: messages.Publish, payload: link.Buffer) -> None:
-    """Takes a version. Raises Differs, and ValueError: the layout has no such payload."""
+    """Adopts a version. Raises Differs, and ValueError: the layout has no such payload."""
     p, base_N = publish.fragment, self.values[publish.fragment]
     if publish.base_version is None:
       value_N = self._put(np.frombuffer(payload, np.float32))
@@ -56,7 +56,7 @@ class Replica:
       raise Differs(f'version {publish.version} of fragment {p} is not that of the syncer')
     self.held[p], self.values[p] = (publish.version, publish.digest), value_N
 
-  def named(self, values: list[jax.Array | None]) -> dict[str, np.ndarray]:
+  def by_name(self, values: list[jax.Array | None]) -> dict[str, np.ndarray]:
     """New arrays by name, in the types of the run, of `values` of every fragment."""
     exchanged = self._assembled.exchanged
     leaves = {

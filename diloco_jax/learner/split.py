@@ -6,9 +6,9 @@ on pieces of local shapes, and only flags and digests cross between devices. A f
 island (anchor, payload, capture) is these vectors in the order of the devices; payloads on the wire
 are the same for every island.
 
-A part has to consist of whole blocks of 32 neighbours. Where those of a leaf do not, the same axes
-of the mesh split the piece along another axis (the compiler exchanges its parts), or else the piece
-is whole on every device. On one device all of this is the identity.
+A part has to consist of whole blocks of 32 neighbours. Where the parts of a leaf do not, the
+same axes of the mesh split the piece along another axis (the compiler exchanges its parts), or else
+the piece is whole on every device. On one device all of this is the identity.
 """
 
 import collections
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 
   @property
   def rows_specs(self) -> dict[str, P]:
-    return named(self.specs)
+    return by_index(self.specs)
 
   def like(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """A flat array with `size` elements on each device."""
@@ -98,7 +98,7 @@ class Kind(NamedTuple):
 
   def rows(self, leaves: exchange.Leaves, starts: jax.Array) -> exchange.Leaves:
     """The values of each piece. `starts`: the first row of each, int32."""
-    found = []
+    values = []
     for index, piece in enumerate(self.pieces):
       rows = leaves[piece.path]
       if rows.shape != piece.shape:
@@ -106,8 +106,8 @@ class Kind(NamedTuple):
           rows, self._start(index, starts), piece.stop - piece.start
         )
         rows = self._as_leaf(index, rows)
-      found.append(rows)
-    return named(found)
+      values.append(rows)
+    return by_index(values)
 
   def with_rows(
     self, leaves: exchange.Leaves, starts: jax.Array, rows: exchange.Leaves
@@ -145,7 +145,7 @@ class Kind(NamedTuple):
       fragments.spans(self.local), self.pieces, self.specs
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
-        shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
+        shaped = fragments.unflatten(local, codecs.part(values_n, start, local.padded_size))
         shares[axes] += digest_lib.at(shaped, first + _indices(piece, local, spec))
       else:
         total += digest_lib.digest(values_n[start:stop], first)
@@ -161,7 +161,7 @@ def automatic(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding |
   return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def named(values: Iterable[Any]) -> dict[str, Any]:
+def by_index(values: Iterable[Any]) -> dict[str, Any]:
   """Values by their indices."""
   return {str(index): value for index, value in enumerate(values)}
 
@@ -260,10 +260,10 @@ def to_wire(kind: Kind, codec: codecs.Codec, array: jax.Array) -> memoryview:
     parts |= {(start + k) // size: data[k : k + size] for k in range(0, len(data), size)}
   data, done = np.empty(codec.encoded_size(_whole_size(kind)), np.uint8), set()
   for device, part in parts.items():
-    for name, there, here in _blocks(kind, codec, data, part, device):
+    for name, wire, own in _blocks(kind, codec, data, part, device):
       if name not in done:  # else a copy
         done.add(name)
-        there[:] = here
+        wire[:] = own
   return memoryview(data)
 
 
@@ -277,11 +277,11 @@ def from_wire(
   like = kind.like(codec.encoded_size(kind.size) // np.dtype(dtype).itemsize, dtype)
 
   def part(index: tuple[slice]) -> np.ndarray:
-    found = np.empty(codec.encoded_size(kind.size), np.uint8)
+    own_data = np.empty(codec.encoded_size(kind.size), np.uint8)
     device = (index[0].start or 0) * kind.parts // like.size
-    for _, there, here in _blocks(kind, codec, data, found, device):
-      here[:] = there
-    return found.view(dtype)
+    for _, wire, own in _blocks(kind, codec, data, own_data, device):
+      own[:] = wire
+    return own_data.view(dtype)
 
   return jax.make_array_from_callback(like.shape, like.sharding, part)
 
@@ -304,13 +304,13 @@ class Order(NamedTuple):
 
 
 def order(kind: Kind) -> Order:
-  """That of every payload of a fragment of this kind."""
+  """The order of the blocks in every payload of a fragment of this kind."""
   flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
   wire_F = np.empty(kind.parts * kind.size // codecs.BLOCK, np.int32)
   for device, part in enumerate(wire_F.reshape(kind.parts, -1)):
-    for _, there, here in _blocks(kind, _NUMBERS, flat_B, part, device):
-      here[:] = there
-  flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
+    for _, wire, own in _blocks(kind, _NUMBERS, flat_B, part, device):
+      own[:] = wire
+  flat_B[wire_F] = np.arange(wire_F.size)  # any one of several copies
   return Order(flat_B, wire_F)
 
 
@@ -325,12 +325,12 @@ def reorder(
     order_B: a field of Order.
   """
   before, after = parts
-  rows, found, start = data.reshape(before, -1), [], 0
+  rows, sections, start = data.reshape(before, -1), [], 0
   for width in widths:
     stop = start + rows.shape[1] // sum(widths) * width
-    found.append(rows[:, start:stop].reshape(-1, width)[order_B].reshape(after, -1))
+    sections.append(rows[:, start:stop].reshape(-1, width)[order_B].reshape(after, -1))
     start = stop
-  return jnp.concatenate(found, axis=1).reshape(-1)
+  return jnp.concatenate(sections, axis=1).reshape(-1)
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -353,17 +353,17 @@ def _blocks(
     # The last axis that is split, with those behind it, is one axis of blocks.
     axis = max((axis for axis, entry in enumerate(spec) if entry), default=0)
     run = math.prod(piece.shape[axis + 1 :])
-    where = [slice(*one.indices(size)) for one, size in zip(index[: axis + 1], piece.shape)]
+    where = [slice(*span.indices(size)) for span, size in zip(index[: axis + 1], piece.shape)]
     if any(spec):
       where[axis] = slice(
         where[axis].start * run // codecs.BLOCK, where[axis].stop * run // codecs.BLOCK
       )
     else:
       where = [slice(None)]
-    for at, mine, width in zip(
+    for at, own, width in zip(
       codecs.ranges(codec, _whole_size(kind), start, stop),
       codecs.ranges(codec, kind.size, first, last),
       codec.sections,
     ):
-      there = data[at].reshape(*piece.shape[:axis], -1, width)[tuple(where)]
-      yield (number, at.start, str(where)), there, part[mine].reshape(there.shape)
+      wire = data[at].reshape(*piece.shape[:axis], -1, width)[tuple(where)]
+      yield (number, at.start, str(where)), wire, part[own].reshape(wire.shape)

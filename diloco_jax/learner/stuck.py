@@ -19,7 +19,7 @@ _READS = 'train/island.py', '_read'
 
 
 def examine(thread: int, doing: str) -> events.Examined:
-  """What a thread does. `doing`: what it has said that it does."""
+  """What a thread does. `doing`: what it reported last (messages.DOING)."""
   frame = sys._current_frames().get(thread)
   calls = traceback.extract_stack(frame) if frame else []
   names = [(call.filename.replace(os.sep, '/'), call.name) for call in calls]

@@ -65,9 +65,9 @@ class LearnerWork:
     self._tokens = 0
     self.loss: float | None = None  # of the newest recorded step, if it is finite
     self._stepped = threading.Event()  # once
-    self._thread = 0  # that of the steps
-    self.doing = ''  # there (messages.DOING); '': it waits for work
-    # Of complete steps, until a StepDone tells them: each one those of one step.
+    self._thread = 0  # the thread of the steps
+    self.doing = ''  # what it does (messages.DOING); '': it waits for work
+    # For each complete step its times, until a StepDone has them.
     self._times: collections.deque[dict[str, int]] = collections.deque()
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
@@ -85,7 +85,7 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
-    with self.threads():
+    with self.run_threads():
       after, steps = 0, self._config.train.steps
       while (clock := self.next_step()) is not None:
         self._evaluate(clock)
@@ -103,7 +103,7 @@ class LearnerWork:
       os._exit(code)
 
   @contextlib.contextmanager
-  def threads(self) -> Iterator[None]:
+  def run_threads(self) -> Iterator[None]:
     """Runs the egress thread, and one that compiles what is not compiled yet."""
     ended = threading.Event()
     both = [
@@ -244,9 +244,9 @@ class LearnerWork:
 
   def take_between(self) -> tuple[int, int]:
     """Time in ns since the last step that saves took on this thread, and without any work."""
-    found = self._saving_ns, self._idle_ns
+    saving_ns, idle_ns = self._saving_ns, self._idle_ns
     self._saving_ns = self._idle_ns = 0
-    return found
+    return saving_ns, idle_ns
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     if not bool(ok):
@@ -262,7 +262,7 @@ class LearnerWork:
 
   def _save(self, save: actions.Save) -> None:
     """Starts an asynchronous save; a separate thread waits for its end. The steps before it are
-    done first, so that their time does not count as that of the save."""
+    done first, so that their time does not count as time of the save."""
     self._finish()
     begun_ns = time.monotonic_ns()
     try:
@@ -293,7 +293,7 @@ def evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int
 
 
 def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:
-  """Records and says what the learner trains, before it compiles that."""
+  """Records and prints what the learner trains, before it compiles that."""
   cost = island.cost()
   records.report(cost)
   flops = f', {cost.flops * cost.devices / 1e9:.3g} GFLOP a step' if cost.flops else ''

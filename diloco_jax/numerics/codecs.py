@@ -123,12 +123,12 @@ def ranges(codec: Codec, n: int, start: int, stop: int) -> list[slice]:
   >>> ranges(get('int8'), n=320, start=64, stop=128)
   [slice(2, 4, None), slice(74, 138, None)]
   """
-  found, section = [], 0
+  slices, section = [], 0
   for width in codec.sections:
     first, last = start // BLOCK * width, stop // BLOCK * width
-    found.append(slice(section + first, section + last))
+    slices.append(slice(section + first, section + last))
     section += n // BLOCK * width
-  return found
+  return slices
 
 
 def part(values_n: jax.Array, start: int | jax.Array, size: int) -> jax.Array:
@@ -158,7 +158,7 @@ def canonical(values: jax.Array) -> jax.Array:
   return jnp.where(bits & 0x7FFFFFFF < 0x00800000, jnp.float32(0), values)
 
 
-def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
+def mask_bits(values: jax.Array, mask: jax.Array) -> jax.Array:
   """Float32 values with these of their bits."""
   return _from_bits(_bits(values) & mask)
 

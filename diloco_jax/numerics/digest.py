@@ -34,22 +34,16 @@ def digest(
   >>> digest(jnp.float32([1.0, -2.5])).tolist()
   [2145386496, 4274141047]
   """
-  # One reduction of a pair: XLA's CPU backend turns two sums into scalar loops, 20 times slower.
-  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-  zero = jnp.uint32(0)
-  return jnp.stack(jax.lax.reduce(_terms(values_n, first, count), (zero, zero), add, (0,)))
+  return _sums(_terms(values_n, first, count))
 
 
 def at(values: jax.Array, indices: jax.Array) -> jax.Array:
   """The share of some values, float32 of any shape, in the digest of their vector, in which they
   have these indices, uint32 of the same shape."""
-  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-  zero = jnp.uint32(0)
-  axes = tuple(range(values.ndim))
-  return jnp.stack(jax.lax.reduce(_pair(_bits(values), indices), (zero, zero), add, axes))
+  return _sums(_pair(_bits(values), indices))
 
 
-def checked(
+def digest_and_check(
   values_n: jax.Array,
   first: jax.Array | int,
   count: jax.Array | int | None,
@@ -65,12 +59,19 @@ def checked(
   return jnp.stack([low, high]), largest < _INFINITY
 
 
+def _sums(terms: tuple[jax.Array, jax.Array]) -> jax.Array:
+  # One reduction of a pair: XLA's CPU backend turns two sums into scalar loops, 20 times slower.
+  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+  zero = jnp.uint32(0)
+  axes = tuple(range(terms[0].ndim))
+  return jnp.stack(jax.lax.reduce(terms, (zero, zero), add, axes))
+
+
 def _terms(
   values_n: jax.Array, first: jax.Array | int, count: jax.Array | int | None
 ) -> tuple[jax.Array, jax.Array]:
   bits, index = _bits(values_n), jax.lax.iota(jnp.uint32, values_n.shape[0])
-  i = index + jnp.asarray(first, jnp.uint32)
-  terms = _pair(bits, i)
+  terms = _pair(bits, index + jnp.asarray(first, jnp.uint32))
   if count is None:
     return terms
   return tuple(jnp.where(index < count, term, jnp.uint32(0)) for term in terms)

@@ -16,7 +16,7 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
               A_{v+1} = A_v + D_down(bytes)                                     apply_delta
 
 with c_m = D_up(bytes_m) if the syncer merged it, else 0. Parameters of fewer bits than float32
-hold A_v rounded; what they have moved is counted from there (`held`), or every learner would
+hold A_v rounded; what they have moved is counted from there (`round_to`), or every learner would
 contribute the same rounding error as if it had trained it.
 
 Error feedback upward: theta_m - (A_v - c_m) holds, beside the steps since the capture, what the
@@ -57,7 +57,7 @@ _AT_ONCE = 1 << 18  # values
 
 
 class Values(NamedTuple):
-  """What the syncer holds of n values: the master Theta, the published value A_v, and the state of
+  """The syncer's state of n values: the master Theta, the published value A_v, and the state of
   the outer optimizer."""
 
   master_n: jax.Array
@@ -95,7 +95,7 @@ def pseudo_gradient(
     def encode(state: tuple[jax.Array, jax.Array], first: Any, rows: jax.Array):
       (data, ok), at, theta_n = state, start + first, fragments.flat(piece, rows)
       anchor_n = codecs.part(anchor_N, at, theta_n.size)
-      data, finite = codec.encode_into(data, n, at, held(anchor_n, rows.dtype) - theta_n)
+      data, finite = codec.encode_into(data, n, at, round_to(anchor_n, rows.dtype) - theta_n)
       return data, ok & finite
 
     data, ok = _in_turns(fragments.rows(leaves, piece), encode, (data, jnp.bool_(True)))
@@ -131,18 +131,19 @@ def _in_turns(array: jax.Array, function: Callable, state: Any) -> Any:
   return jax.lax.platform_dependent(array, state, tpu=loop, default=whole)
 
 
-def held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
-  """An anchor as parameters of this type hold it. Not by casts: XLA may leave a pair out."""
+def round_to(anchor_n: jax.Array, dtype: Any) -> jax.Array:
+  """An anchor in the precision of parameters of this type. Not by casts: XLA may leave a
+  pair out."""
   info = jnp.finfo(dtype)
   if info.bits >= 32:
     return anchor_n
-  held_n = jax.lax.reduce_precision(anchor_n, info.nexp, info.nmant)
+  rounded_n = jax.lax.reduce_precision(anchor_n, info.nexp, info.nmant)
   if info.nexp == jnp.finfo(jnp.float32).nexp:
-    return held_n  # an anchor has no subnormals (codecs.canonical)
+    return rounded_n  # an anchor has no subnormals (codecs.canonical)
   # Here some normal float32 values become subnormals: a cast keeps them, reduce_precision does not.
   step = float(info.smallest_subnormal)
   small_n = jnp.round(anchor_n / step) * step
-  return jnp.where(jnp.abs(anchor_n) < float(info.smallest_normal), small_n, held_n)
+  return jnp.where(jnp.abs(anchor_n) < float(info.smallest_normal), small_n, rounded_n)
 
 
 def apply_delta(
@@ -158,7 +159,7 @@ def _published(base_n: jax.Array, delta_n: jax.Array) -> jax.Array:
 
 
 class Adoption(NamedTuple):
-  """A published value as it reaches a learner, and what the learner has given to it.
+  """A published value as it reaches a learner, and the learner's share of it.
 
   Attributes:
     base_N: float32; the value is base + D_down(data).
@@ -198,7 +199,7 @@ def adopt(
   kept = lambda piece: adoption.keep if piece.label != fragments.STATISTIC else False
   for piece, start, stop in fragments.spans(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
-    shaped = functools.partial(fragments.shaped, piece)
+    shaped = functools.partial(fragments.unflatten, piece)
     rows = fragments.rows(leaves, piece)
     theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(adoption.data, n, start, stop)
@@ -206,7 +207,7 @@ def adopt(
     given_n = codec_up.decode_range(adoption.capture, n, start, stop)
     merged_n = jnp.where(adoption.merged, given_n, 0.0)
     carried = theta - shaped(
-      held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
+      round_to(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
     )
     fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))
   return leaves
@@ -234,7 +235,7 @@ def tensor_sums(counts: Sequence[int], blocks_B: Any) -> list[Any]:
   >>> tensor_sums([3, 1], np.float32([1, 2, 4, 8, 16]))
   [np.float32(7.0), np.float32(8.0)]
   """
-  found, start = [], 0
+  totals, start = [], 0
   for count in counts:
     sums = blocks_B[start : start + count]
     while half := len(sums) // 2:
@@ -242,9 +243,9 @@ def tensor_sums(counts: Sequence[int], blocks_B: Any) -> list[Any]:
       sums = sums[:half] + sums[-half:]
       if len(middle):
         sums = (np if isinstance(sums, np.ndarray) else jnp).concatenate([sums, middle])
-    found.append(sums[0])
+    totals.append(sums[0])
     start += count
-  return found
+  return totals
 
 
 def block_products(
@@ -324,7 +325,7 @@ def outer_step(
   # A compiler could fuse the last product of decoding into a multiply-add of the optimizer, and its
   # choice would change with n: so that there is none, it does not know these ones.
   ones = jnp.where(count > 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
-  merged_n = codecs.masked(codec_log.decode_sections(gradient, tile.master_n.shape[0]), ones)
+  merged_n = codecs.mask_bits(codec_log.decode_sections(gradient, tile.master_n.shape[0]), ones)
   updates_n, tx_state = tx.update(merged_n, tile.tx_state, tile.master_n)
   if periods is not None:
     tx_state = outer.after_periods(tx, merged_n, tile.tx_state, tile.master_n, periods)
@@ -339,5 +340,5 @@ def outer_step(
       vectors.append(leaf)
     else:
       ok &= jnp.all(jnp.isfinite(leaf))
-  digest, finite = digest_lib.checked(published_n, first, count, vectors)
+  digest, finite = digest_lib.digest_and_check(published_n, first, count, vectors)
   return OuterResult(Values(master_n, published_n, tx_state), delta, digest, ok & finite)

@@ -140,21 +140,6 @@ def spans(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
     start += piece.padded_size
 
 
-def gather(layout: Layout, p: int, tree: PyTree) -> jax.Array:
-  """Fragment p of `tree` as one flat vector float32[N_p], zeros in the padding."""
-  leaves = by_path(tree)
-  return join(layout, p, {piece.key: rows(leaves, piece) for piece in layout.fragments[p]})
-
-
-def scatter(layout: Layout, p: int, tree: PyTree, flat_N: jax.Array) -> PyTree:
-  """`tree` with fragment p replaced by `flat_N` (cast to each leaf's dtype); the rest untouched."""
-  pieces = split(layout, p, flat_N)
-  leaves = by_path(tree)
-  for piece in layout.fragments[p]:
-    replace_rows(leaves, piece, pieces[piece.key])
-  return jax.tree.unflatten(jax.tree.structure(tree), leaves.values())
-
-
 def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
   """Fragment p as its pieces: Piece.key -> array of Piece.shape. Drops the padding.
 
@@ -166,20 +151,19 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
       'it was made with another layout (compare layout.digest())'
     )
   return {
-    piece.key: shaped(piece, flat_N[..., start:stop])
+    piece.key: unflatten(piece, flat_N[..., start:stop])
     for piece, start, stop in spans(layout.fragments[p])
   }
 
 
-def shaped(piece: Piece, flat_n: jax.Array) -> jax.Array:
+def unflatten(piece: Piece, flat_n: jax.Array) -> jax.Array:
   """The inverse of `flat`: the values of a piece in its shape, behind any leading axes."""
   return flat_n[..., : piece.size].reshape((*flat_n.shape[:-1], *piece.shape))
 
 
 def join(layout: Layout, p: int, pieces: dict[str, jax.Array]) -> jax.Array:
   """The inverse of `split`: pieces -> flat float32[N_p], zeros in the padding."""
-  parts = [flat(piece, pieces[piece.key]) for piece in layout.fragments[p]]
-  return concatenate(parts)
+  return concatenate([flat(piece, pieces[piece.key]) for piece in layout.fragments[p]])
 
 
 def flat(piece: Piece, values: jax.Array) -> jax.Array:
@@ -187,12 +171,6 @@ def flat(piece: Piece, values: jax.Array) -> jax.Array:
   values = values.reshape(-1).astype(jnp.float32)
   padding = piece.padded_size - piece.size
   return jnp.pad(values, (0, padding)) if padding else values
-
-
-def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
-  """Piece.key -> label, of fragment p or (p=None) of all fragments."""
-  fragments = layout.fragments if p is None else layout.fragments[p : p + 1]
-  return {piece.key: piece.label for fragment in fragments for piece in fragment}
 
 
 def keep(tree: PyTree, wanted: Callable[[str], bool]) -> PyTree:
@@ -210,13 +188,13 @@ def fill(tree: PyTree, rest: PyTree) -> PyTree:
 # --- many small leaves as one -------------------------------------------------------------------
 
 
-def packed(
+def pack_pieces(
   pieces: Sequence[Piece], leaves: dict[str, jax.ShapeDtypeStruct], at: Any = None
 ) -> list[tuple[Piece, Paths, jax.ShapeDtypeStruct]]:
   """The pieces of a fragment, the leaf of each and its paths, of which the first is the piece's.
   Small neighbours of one type are a vector, with the sharding `at`: a program compiles for a tenth
   of a second for each of its pieces, and a model may have thousands of a few values."""
-  found: list[tuple[Piece, Paths, jax.ShapeDtypeStruct]] = []
+  result: list[tuple[Piece, Paths, jax.ShapeDtypeStruct]] = []
   before: Any = None
   for piece in pieces:
     leaf, size, paths = leaves[piece.path], piece.padded_size, (piece.path,)
@@ -229,14 +207,14 @@ def packed(
     if whole and mesh and jax.sharding.AxisType.Explicit in mesh.axis_types:
       whole = not any(leaf.sharding.spec)  # axes of one device, which bind a reshape all the same
     kind = (leaf.dtype, piece.label == STATISTIC) if whole else None
-    if kind and kind == before and found[-1][0].padded_size + size <= PACKED:
-      first, earlier, _ = found.pop()
+    if kind and kind == before and result[-1][0].padded_size + size <= PACKED:
+      first, earlier, _ = result.pop()
       size, paths = first.padded_size + size, earlier + paths
       piece = Piece(first.path, 0, size, (size,), first.label)
       leaf = jax.ShapeDtypeStruct((size,), leaf.dtype, sharding=at)
-    found.append((piece, paths, leaf))
+    result.append((piece, paths, leaf))
     before = kind
-  return found
+  return result
 
 
 def pack(leaves: Sequence[jax.Array], join: Callable = jnp.concatenate) -> jax.Array:
@@ -254,9 +232,9 @@ def concatenate(parts: list[jax.Array], join: Callable = jnp.concatenate) -> jax
 def unpack(values: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[jax.Array]:
   """The inverse of `pack`, leaf by leaf."""
   first = 0
-  for one in likes:
-    yield values if len(likes) == 1 else _part(one.sharding)(values, first, one.shape)
-    first += -(-one.size // BLOCK) * BLOCK
+  for like in likes:
+    yield values if len(likes) == 1 else _part(like.sharding)(values, first, like.shape)
+    first += -(-like.size // BLOCK) * BLOCK
 
 
 @functools.cache
@@ -288,15 +266,15 @@ def by_path(tree: PyTree) -> dict[str, Any]:
   below = collections.Counter(
     path[:at] for path, *_ in leaves for at, c in enumerate(path) if c in '/.'
   )
-  found = {}
+  leaves_by_path = {}
   for path, nested, leaf in leaves:
     parent = path.removesuffix('/value').removesuffix('.value')
     if nested and below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
       path = parent
-    if path in found:
+    if path in leaves_by_path:
       raise ValueError(f'two parameters have the name {path!r}; names are paths joined by "/"')
-    found[path] = leaf
-  return found
+    leaves_by_path[path] = leaf
+  return leaves_by_path
 
 
 def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:
@@ -321,13 +299,13 @@ def rows(leaves: dict[str, jax.Array], piece: Piece) -> jax.Array:
   leaf = leaves.get(piece.path)
   if leaf is None:
     raise ValueError(f'fragments: the tree has no leaf {piece.path}; it has {sorted(leaves)}')
-  found = leaf[piece.start : piece.stop] if leaf.ndim else leaf
-  if found.shape != piece.shape:
+  values = leaf[piece.start : piece.stop] if leaf.ndim else leaf
+  if values.shape != piece.shape:
     raise ValueError(
-      f'fragments: rows {piece.start}:{piece.stop} of leaf {piece.path} have shape {found.shape}, '
+      f'fragments: rows {piece.start}:{piece.stop} of leaf {piece.path} have shape {values.shape}, '
       f'the layout says {piece.shape}; make the layout from this tree'
     )
-  return found
+  return values
 
 
 def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) -> None:
@@ -343,8 +321,8 @@ def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) 
 
 
 def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
-  found, sizes = _evenly(leaves, num_fragments)
-  if found is None:
+  balanced, sizes = _evenly(leaves, num_fragments)
+  if balanced is None:
     row = max(leaf.size // (leaf.stop - leaf.start) for leaf in leaves)
     most = min(num_fragments - 1, 4 * sum(sizes) // (3 * row))
     works = next(p for p in range(most, 0, -1) if _evenly(leaves, p)[0])
@@ -353,7 +331,7 @@ def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
       f'{min(sizes)} to {max(sizes)} values, more than 4/3 of the mean '
       f'{sum(sizes) / num_fragments:.0f}; rows cannot be cut: use fewer, sync.fragments={works}'
     )
-  return found
+  return balanced
 
 
 def _evenly(leaves: list[Piece], num_fragments: int) -> tuple[list[list[Piece]] | None, list[int]]:

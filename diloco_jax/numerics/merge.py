@@ -57,7 +57,7 @@ class Rows(NamedTuple):
   cosines_MxMxT: np.ndarray | None = None
 
   def tensors(self, at: Sequence[int]) -> 'Rows':
-    """The same of these tensors."""
+    """The rows with these tensors alone."""
     cosines = None if self.cosines_MxMxT is None else self.cosines_MxMxT[:, :, at]
     return Rows(self.shares_M, self.lengths_MxT[:, at], cosines)
 
@@ -115,8 +115,8 @@ def rda(floor: float = 0.01) -> MergeRule:
     raise ValueError('floor must be above 0 and at most 1, usually 0.01')
 
   def factors(rows: Rows) -> np.ndarray:
-    there = rows.lengths_MxT > 0
-    return np.where(there, rows.shares_M[:, None] / np.where(there, rows.lengths_MxT, 1.0), 0.0)
+    nonzero = rows.lengths_MxT > 0
+    return np.where(nonzero, rows.shares_M[:, None] / np.where(nonzero, rows.lengths_MxT, 1.0), 0.0)
 
   def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
     radius_T = np.add.reduce(rows.shares_M[:, None] * rows.lengths_MxT, axis=0)
@@ -170,7 +170,7 @@ def majority(learners: int = 0, agree: float = 0.05, floor: float = 0.01) -> Mer
   def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
     trusted_MxT = trust(rows) * rows.shares_M[:, None]
     all_T = np.add.reduce(trusted_MxT, axis=0)
-    long_T = np.add.reduce(trusted_MxT * majority_lib.clipped(rows.lengths_MxT), axis=0)
+    long_T = np.add.reduce(trusted_MxT * majority_lib.clip_lengths(rows.lengths_MxT), axis=0)
     safe_T = np.where(all_T > 0, all_T, 1.0)
     return np.minimum(1.0, 2 * all_T) * (long_T / safe_T) / np.maximum(sums_T, floor * safe_T)
 
@@ -216,14 +216,14 @@ def token_weights(
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 
-def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.ndarray:
+def shortening(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.ndarray:
   """By which factors float64[M, T] the rows are shortened: none counts as longer than LONGEST times
   the lower median of those that have trained at least half as long as it, and are not zero, if
   there are three such rows or more. More steps than the period and the lower median count as these:
   a learner reports them itself.
 
   >>> row = np.float64([[1.0], [8.0], [1.5]])
-  >>> shortened(row, [9, 9, 9], 9).T.tolist(), shortened(row, [1, 9, 1], 9).T.tolist()
+  >>> shortening(row, [9, 9, 9], 9).T.tolist(), shortening(row, [1, 9, 1], 9).T.tolist()
   ([[1.0, 0.375, 1.0]], [[1.0, 1.0, 1.0]])
   """
   middle = sorted(steps)[(len(steps) - 1) // 2]
@@ -232,9 +232,12 @@ def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.
   for count in set(steps_M.tolist()):
     alike_MxT = lengths_MxT[2 * steps_M >= count]
     if len(alike_MxT) > 2:
-      most_T, its = LONGEST * majority_lib.clipped(alike_MxT).max(axis=0), steps_M == count
-      lengths = np.where(lengths_MxT[its] > 0, lengths_MxT[its], 1.0)
-      factors_MxT[its] = np.minimum(1.0, most_T / lengths)
+      most_T, of_count = (
+        LONGEST * majority_lib.clip_lengths(alike_MxT).max(axis=0),
+        steps_M == count,
+      )
+      lengths = np.where(lengths_MxT[of_count] > 0, lengths_MxT[of_count], 1.0)
+      factors_MxT[of_count] = np.minimum(1.0, most_T / lengths)
   return factors_MxT
 
 
@@ -256,11 +259,12 @@ def mean_cosines(
   """
   squares_T = np.sum(parts_MxT**2, axis=0)
   pairs_T = np.sum(parts_MxT, axis=0) ** 2 - squares_T
-  found: dict[str, list[float]] = {}
+  cosines_by_label: dict[str, list[float]] = {}
   for label, pairs, rest in zip(labels, pairs_T, sums_T**2 - squares_T, strict=True):
     if pairs > 0:
-      found.setdefault(label, []).append(float(np.clip(rest / pairs, -1, 1)))  # of float32 sums
-  return {label: sum(cosines) / len(cosines) for label, cosines in found.items()}
+      cosine = float(np.clip(rest / pairs, -1, 1))  # sums in float32 may exceed it
+      cosines_by_label.setdefault(label, []).append(cosine)
+  return {label: sum(cosines) / len(cosines) for label, cosines in cosines_by_label.items()}
 
 
 def shares(weights_M: np.ndarray) -> np.ndarray:
@@ -273,7 +277,7 @@ class Weighed(NamedTuple):
   """An outer step before its sums.
 
   Attributes:
-    rows: as the rule sees them: none is longer than `shortened` allows.
+    rows: as the rule sees them: none is longer than `shortening` allows.
     factors_MxT: by which each row, as it was sent, enters the sum.
   """
 
@@ -304,7 +308,7 @@ def weigh(
   [[0.2], [0.1]]
   """
   weights_M = token_weights(tokens, steps, aged.factors(steps, period, slow))
-  shortened_MxT = shortened(lengths_MxT, steps, period)
+  shortened_MxT = shortening(lengths_MxT, steps, period)
   rows = Rows(shares(weights_M), lengths_MxT * shortened_MxT, cosines_MxMxT)
   return Weighed(rows, rule.factors(rows) * shortened_MxT)
 
@@ -327,7 +331,7 @@ def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule
   if unknown:
     raise ValueError(f'merge: no rule for labels {unknown}; rules are given for {sorted(rules)}')
   columns = {
-    label: [t for t, one in enumerate(labels) if one == label] for label in sorted(set(labels))
+    label: [t for t, other in enumerate(labels) if other == label] for label in sorted(set(labels))
   }
 
   def factors(rows: Rows) -> np.ndarray:

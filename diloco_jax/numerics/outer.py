@@ -60,18 +60,18 @@ def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
   for equation in jaxpr.eqns:
     inner = jax.extend.core.jaxprs_in_params(equation.params)
     known = (
-      all(_elementwise(one, shape) for one in inner)
+      all(_elementwise(part, shape) for part in inner)
       if inner
       else (equation.primitive.name in _BY_VALUE)
     )
-    if not known or any(one.aval.shape not in ((), shape) for one in equation.outvars):
+    if not known or any(out.aval.shape not in ((), shape) for out in equation.outvars):
       return False
   return True
 
 
 def periods(steps: Sequence[int], period: int) -> int:
   """How many whole periods an outer step covers, by the inner steps of its participants: of half of
-  them at least, so that one that returns, or claims more, does not say it for all.
+  them at least, so that one that returns, or claims more, does not decide for all.
 
   >>> periods([12, 13, 11, 480], 12), periods([480, 481, 479, 12], 12), periods([5], 12)
   (1, 39, 1)
@@ -129,7 +129,7 @@ def _try(tx: optax.GradientTransformation) -> None:
 
 
 def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """Its optimizers. A transform without a learning rate is a part of one, and may not descend."""
+  """The optimizers of optax; a transform without a learning rate is a part, and may not descend."""
   return {
     name: value
     for name, value in vars(optax).items()

@@ -71,20 +71,20 @@ def make(text: str, registry: Mapping[str, Callable[..., Any]], use: Callable[[A
   if name not in registry:
     raise ValueError(f'{name!r} is unknown; use one of: {", ".join(sorted(registry))}')
   try:
-    made = registry[name](**arguments)
-    use(made)
+    result = registry[name](**arguments)
+    use(result)
   except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
     what, signature = (str(error) or 'wrong').splitlines()[0], inspect.signature(registry[name])
     raise ValueError(f'{text!r}: {what}; it is {name}{signature}') from None
-  return made
+  return result
 
 
 def _module(where: str) -> Any:
   """A module by its name, or a file."""
   if not where.endswith('.py'):
     return importlib.import_module(where)
-  found = importlib.util.spec_from_file_location(f'diloco_own_{abs(hash(where))}', where)
-  made = importlib.util.module_from_spec(found)
-  sys.modules[found.name] = made  # dataclasses look up the module of a class by its name
-  found.loader.exec_module(made)
-  return made
+  module_spec = importlib.util.spec_from_file_location(f'diloco_own_{abs(hash(where))}', where)
+  module = importlib.util.module_from_spec(module_spec)
+  sys.modules[module_spec.name] = module  # dataclasses look up the module of a class by its name
+  module_spec.loader.exec_module(module)
+  return module

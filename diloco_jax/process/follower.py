@@ -76,7 +76,7 @@ class Follower:
           return None
         raise self._ended
       self._seen, values = list(self._replica.held), list(self._replica.values)
-    return sum(version for version, _ in self._seen), self._replica.named(values)
+    return sum(version for version, _ in self._seen), self._replica.by_name(values)
 
   def close(self) -> None:
     self._stopped.set()

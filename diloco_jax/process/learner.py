@@ -76,7 +76,7 @@ def _run(
 ) -> tuple[actions.Exit, ports.Records]:
   """Runs the learner, or one of its hosts."""
   leads, stopped, event_queue = hosts_lib.leads(), threading.Event(), loop.EventQueue()
-  folder, records = pathlib.Path(workdir).absolute(), hosts_lib.quiet(learner_id)
+  folder, records = pathlib.Path(workdir).absolute(), hosts_lib.Quiet(learner_id)
   if leads:
     folder, records = lifecycle.open_folder(workdir, learner_id)
   records_lib.report_startup(records, 'imported')

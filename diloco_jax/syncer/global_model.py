@@ -75,7 +75,7 @@ class Theta:
     self._warm = False
     self.versions = [0] * layout.num_fragments
     self._shapes = fragments.by_path(assembled.exchanged)
-    self._packed = [fragments.packed(pieces, self._shapes) for pieces in layout.fragments]
+    self._packed = [fragments.pack_pieces(pieces, self._shapes) for pieces in layout.fragments]
     self._to_leaves = jax.jit(self._assemble)
 
   def twin(self, assembled: build.Assembly) -> 'Theta':
@@ -282,7 +282,7 @@ class Theta:
       # Copies: an array that is returned as it came would change with the next outer step.
       value_N = jnp.concatenate([jnp.copy(part) for part in parts])
       for piece, start, stop in fragments.spans([piece for piece, *_ in packed]):
-        fragments.replace_rows(leaves, piece, fragments.shaped(piece, value_N[start:stop]))
+        fragments.replace_rows(leaves, piece, fragments.unflatten(piece, value_N[start:stop]))
     return leaves
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:

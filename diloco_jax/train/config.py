@@ -95,12 +95,12 @@ class ModelConfig:
 
   @property
   def sees_all(self) -> list[bool]:
-    """Of each layer, whether its attention has no window."""
+    """Whether the attention of each layer has no window."""
     numbers, every = range(1, self.num_layers + 1), self.global_every
     return [not self.window or bool(every and number % every == 0) for number in numbers]
 
   def _least_parameters(self) -> int:
-    """Of the embedding, the projections of attention, and the feed-forward blocks."""
+    """The size of the embedding, the projections of attention and the feed-forward blocks."""
     heads = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
     blocks = 3 * self.hidden_dim * max(self.num_experts, 1)
     return self.embed_dim * (self.vocab_size + self.num_layers * (heads + blocks))

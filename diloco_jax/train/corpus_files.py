@@ -14,7 +14,7 @@ jax, so a run without any text is refused before it begins.
 
 A document that is null, or has a zero byte (an end, data.py) or half a surrogate pair, is left out
 and counted. A value of another type is refused, and a record that is not text. A *.txt or *.md that
-is not UTF-8 is kept, and said.
+is not UTF-8 is kept, with a warning.
 
 Whether a document is held out is decided by a hash of its text, not by a name, a place or a number:
 so a copy, which is counted, is on the side of its original, also with other white space around it.
@@ -74,8 +74,8 @@ def list_files(source: str) -> list[tuple[str, str]]:
     root, left_out = '', _no_text(source)
     paths = [] if left_out else [source]
   else:
-    root, found = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
-    paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), found)
+    root, matches = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+    paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), matches)
   links_last = sorted(paths, key=lambda path: (os.path.islink(path), path))
   originals = {os.stat(path)[1:3]: path for path in reversed(links_last)}  # by inode and device
   if (links := len(paths) - len(originals)) and source != 'stdlib':
@@ -104,8 +104,8 @@ def _walk(root: str, suffix: str) -> list[str]:
 
 
 def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
-  """Those of the files in `root` that are text; the others, counted, which are said once. Only a
-  regular file is one, or a link to one: to open a pipe can take for ever."""
+  """(the files in `root` that are text, the counts of the others, which are printed once). Only a
+  regular file is text, or a link to one: to open a pipe can take for ever."""
   kept, left_out = [], collections.defaultdict(list)
   for path in sorted(paths):
     parts = os.path.relpath(path, root or '.').split(os.sep)
@@ -115,8 +115,8 @@ def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
       'hidden' if is_hidden else 'a copy' if is_copy else _no_text(path)
     )
     (left_out[what] if what else kept).append(path)
-  told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
-  if counted := ', '.join(told):
+  counts = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
+  if counted := ', '.join(counts):
     say_once(f'left out of the corpus in {root or "."}, as no text: {counted}')
   return kept, counted
 
@@ -127,12 +127,12 @@ def _no_text(path: str) -> str:
     key = fingerprint.key(path)
     return (_looked_at if fingerprint.is_lasting(key) else _looked_at.__wrapped__)(path, key)
   except OSError:
-    return ''  # who reads it says why it cannot be read
+    return ''  # its reader raises the reason
 
 
 @functools.lru_cache(maxsize=1 << 20)
 def _looked_at(path: str, key: fingerprint.Key) -> str:
-  del key  # of the file as it was looked at
+  del key  # part of the cache's key
   name = path.lower()
   if name.endswith(_FIELDS):
     return name[name.rindex('.') :]
@@ -140,8 +140,8 @@ def _looked_at(path: str, key: fingerprint.Key) -> str:
     return ''
   with open(path, 'rb') as file:
     first = file.read(_LOOKED_AT)
-  if found := _CONTAINER.match(first):
-    return str(found.lastgroup)
+  if container := _CONTAINER.match(first):
+    return str(container.lastgroup)
   if name.endswith(_PLAIN):
     return 'binary' if b'\0' in first else ''
   with contextlib.suppress(UnicodeDecodeError), open(path, encoding='utf-8', newline='') as text:
@@ -155,9 +155,9 @@ def _looked_at(path: str, key: fingerprint.Key) -> str:
 def documents(
   listed: fingerprint.Files, field: str = 'text', once: bool = False
 ) -> Iterator[tuple[bool, bytes]]:
-  """Of every document whether it is held out, and its text; `once`: none is, and copies are left
-  out. Says at the end how many are copies, and how many are not UTF-8. Raises ValueError: a file
-  cannot be read, or has a row without `field` or with no text in it."""
+  """Yields for every document whether it is held out, and its text. `once`: none is held out, and
+  copies are left out. Prints at the end how many are copies, and how many are not UTF-8. Raises
+  ValueError: a file cannot be read, or has a row without `field` or with no text in it."""
   others, seen, copies = [], set(), 0
   for _, path in listed:
     try:
@@ -266,7 +266,7 @@ def _json_lines(path: str, field: str) -> Iterator[object]:
         ) from error
 
 
-def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
+def build_once(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
   """A folder with what `build` makes of a corpus: once for all processes of this machine, which
   wait for it, and again if the content of a file changes, or that of the folder. It is whole or not
   there; who dies while it builds leaves it to the next. Raises ValueError."""
@@ -274,7 +274,7 @@ def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pat
   content = lambda: fingerprint.of([(kind(name), path) for name, path in list_files(source)])
   try:
     before = content()
-    name = fingerprint.combined([what, before, version.__version__])
+    name = fingerprint.combine([what, before, version.__version__])
     folder = folders.cache() / 'diloco_jax' / 'corpora' / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix('.lock'), 'a+', encoding='utf-8') as lock:

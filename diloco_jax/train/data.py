@@ -103,14 +103,14 @@ def _read(source: str, tokenizer: str, field: str) -> Corpus:
         raise ValueError(f'tokenizer {tokenizer!r} has changed while it was read: start again')
       what = f'ids of {field} by {digest} and {tokenizer_lib.library(tokenizer)}'
       build = lambda new: _write_ids(texts(corpus_files.list_files(source)), loaded, new)
-      folder = corpus_files.cached(what, source, build)
-      return _split(*_mapped(folder, loaded.dtype), fingerprint.of(folder))
+      folder = corpus_files.build_once(what, source, build)
+      return _split(*_map_parts(folder, loaded.dtype), fingerprint.of(folder))
     parts: tuple[list[bytes], list[bytes]] = [], []
     for held_out, text in texts(files):
       parts[held_out].extend((text, b'\0'))
     ids = [np.frombuffer(b''.join(part), np.uint8) for part in parts]
     hashes = (hashlib.sha256(part).hexdigest() for part in ids)
-    return _split(*ids, fingerprint.combined(zip(_PARTS, hashes)))
+    return _split(*ids, fingerprint.combine(zip(_PARTS, hashes)))
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
 
@@ -124,7 +124,7 @@ def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: str) -> Corpus:
   return Corpus(train_ids, eval_ids, digest)
 
 
-def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def _map_parts(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
   paths = [folder / name for name in _PARTS]
   train, held_out = (
     np.memmap(p, dtype, 'r') if p.stat().st_size else np.empty(0, dtype) for p in paths
@@ -137,14 +137,14 @@ def _write_ids(
 ) -> None:
   """Writes the ids of both parts. The library encodes some MiB at a time, on all cores."""
   with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
-    for batch in _batched(texts):
+    for batch in _batch_parts(texts):
       for (part, ends, _), ids in zip(batch, tokenizer.encode([text for *_, text in batch])):
         (held_out if part else train).write(
           np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
         )
 
 
-def _batched(texts: Iterator[tuple[bool, bytes]]) -> Iterator[list[tuple[bool, bool, str]]]:
+def _batch_parts(texts: Iterator[tuple[bool, bytes]]) -> Iterator[list[tuple[bool, bool, str]]]:
   """Parts of documents: whether one is held out, whether its end is in it, its text. A long one is
   cut behind a line."""
   batch, size = [], 0
@@ -180,7 +180,7 @@ class Windows:
 
 class Shard:
   """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
-  a leading axis; of a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
+  a leading axis; for a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
 
   def __init__(self, examples: Examples, config: train_config.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second
@@ -246,7 +246,7 @@ def make_shard(source: Source, config: train_config.DataConfig, shard: int) -> S
   return Shard(examples, config, shard)
 
 
-def found(config: train_config.DataConfig) -> bool:
+def has_files(config: train_config.DataConfig) -> bool:
   """False on a node without files where learners have theirs: the syncer, which evaluates then
   nothing."""
   with contextlib.suppress(ValueError):

@@ -94,7 +94,7 @@ def task(model: train_config.ModelConfig, data: train_config.DataConfig) -> task
     loss=functools.partial(loss, model),
     batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
     tokens_per_batch=data.rows * data.seq_len,
-    eval_batches=lambda: data_lib.eval_batches(corpus(), data) if data_lib.found(data) else (),
+    eval_batches=lambda: data_lib.eval_batches(corpus(), data) if data_lib.has_files(data) else (),
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
@@ -129,7 +129,7 @@ class Block(nnx.Module):
     self.out = normal((N, H, D), (N * H) ** -0.5 * residual)
     self.mlp_norm = scale(D)
     if config.num_experts:
-      self.experts = experts.Experts(config, normal, residual)
+      self.experts = experts.Experts(config, residual)
     else:
       self.gate = normal((D, F), D**-0.5)
       self.up = normal((D, F), D**-0.5)
@@ -178,7 +178,7 @@ class Block(nnx.Module):
       for window in (0, self.window)
     )
     arrays = query_BxLxNxH, key_BxLxKxH, value_BxLxKxH
-    if isinstance(sees_all, jax.Array):  # of a scan: one program for all layers
+    if isinstance(sees_all, jax.Array):  # in a scan: one program for all layers
       mixed_BxLxNxH = jax.lax.cond(sees_all, of_all, of_window, *arrays)
     else:
       mixed_BxLxNxH = (of_all if sees_all else of_window)(*arrays)
@@ -260,8 +260,8 @@ class Decoder(nnx.Module):
 
     if not config.scan:
       routing_3 = jnp.zeros(3, jnp.float32)
-      for one, sees in zip(self.layers, sees_all):
-        x_BxLxD, more = remat(functools.partial(layer, sees_all=sees))(x_BxLxD, nnx.state(one))
+      for module, sees in zip(self.layers, sees_all):
+        x_BxLxD, more = remat(functools.partial(layer, sees_all=sees))(x_BxLxD, nnx.state(module))
         routing_3 += more
       return x_BxLxD, routing_3
     rows = [nnx.state(self.layers)]
@@ -289,11 +289,13 @@ def initial_params(
 ) -> Params:
   """The initial parameters of a model, drawn when they are read (initial.py)."""
   module = kind(dataclasses.replace(config, scan=False))
-  params = initial.named(nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed, config.param_dtype)
-  return _stacked(config, params)
+  params = initial.seed_leaves(
+    nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed, config.param_dtype
+  )
+  return _stack_layers(config, params)
 
 
-def _stacked(config: train_config.ModelConfig, params: Params) -> Params:
+def _stack_layers(config: train_config.ModelConfig, params: Params) -> Params:
   if config.scan:
     layers = [params['layers'][number] for number in range(config.num_layers)]
     params['layers'] = jax.tree.map(lambda *leaves: initial.Stacked(leaves), *layers)
@@ -305,7 +307,7 @@ def start(config: train_config.ModelConfig, path: str, seed: int) -> Params:
   if not hugging_face.is_model(path):
     return arrays.start(path, initial_params(config, seed))
   like = initial_params(dataclasses.replace(config, scan=False), seed)
-  return _stacked(config, hugging_face.read(path, like))
+  return _stack_layers(config, hugging_face.read(path, like))
 
 
 def export(config: train_config.ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -314,13 +316,6 @@ def export(config: train_config.ModelConfig, params: Params) -> dict[str, np.nda
     rows = [jax.tree.map(lambda leaf: leaf[n], params['layers']) for n in range(config.num_layers)]
     params = params | {'layers': rows}
   return hugging_face.tensors_of(params)
-
-
-def init_params(
-  config: train_config.ModelConfig, seed: int, kind: type[Decoder] = Decoder
-) -> Params:
-  """The same as numpy arrays."""
-  return jax.tree.map(np.asarray, initial_params(config, seed, kind))
 
 
 def bind(config: train_config.ModelConfig, params: Params, kind: type[Decoder] = Decoder) -> Any:
@@ -382,12 +377,9 @@ def _with_routing(
     return loss
   balance, *entropies = routing_3
   names = 'router_entropy', 'load_entropy'
-  measured = {name: one / config.num_layers for name, one in zip(names, entropies)}
-  return loss + _only_gradient(BALANCE_LOSS * balance), measured
-
-
-def _only_gradient(value: jax.Array) -> jax.Array:
-  return value - jax.lax.stop_gradient(value)
+  measured = {name: entropy / config.num_layers for name, entropy in zip(names, entropies)}
+  balance_loss = BALANCE_LOSS * balance
+  return loss + (balance_loss - jax.lax.stop_gradient(balance_loss)), measured
 
 
 def label(path: str) -> str:
@@ -399,7 +391,7 @@ def label(path: str) -> str:
   ('embedding', 'head', 'body')
   >>> label('layers/0/experts/router'), label('layers/0/experts/up')
   ('router', 'expert')
-  >>> label('layers/query')  # of a scan
+  >>> label('layers/query')  # in a scan
   'layer'
   """
   *above, name = path.split('/')

@@ -20,7 +20,7 @@ from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 SUITE_EXAMPLES = 2048
-_SEED = 0  # of the suite: other continuations, and the index of the right one
+_SEED = 0  # draws the other continuations, and the index of the right one
 _BRACKETS = {'(': ')', '[': ']', '{': '}'}
 _INDENTED = re.compile(r'\n( *)(\w+|\S)')  # a new line: its spaces, and its first word
 
@@ -42,7 +42,7 @@ def evaluate(
   stopped: Callable[[], bool] = lambda: False,
 ) -> float | None:
   """Mean loss over equally large batches; blocks per batch (see island.py). None: there are no
-  batches, or `stopped`, which is asked before every batch, said so."""
+  batches, or `stopped`, which is called before every batch, returned true."""
   if not batches:
     return None
   total = 0.0
@@ -97,7 +97,7 @@ def sample(
   seed: int = 0,
 ) -> Iterator[int]:
   """Draws one id after the other, without end, each from the `length` ids before it (L of the
-  training), the first from at least one of `prompt`. `temperature` divides the logits; 0 takes the
+  training), the first from at least one of `prompt`. `temperature` divides the logits; 0: the
   likeliest id. The task has `logits` and a tokenizer."""
   size = task.tokenizer().size  # the model may have room for more
 
@@ -155,15 +155,15 @@ def scores(
     likeliest_RxL = (own_RxL == best_RxL).astype(jnp.float32) / equal_RxL
     return own_RxL - jax.nn.logsumexp(logits_RxLxV, axis=-1), likeliest_RxL
 
-  params, found = jax.device_put(params), {}
+  params, by_kind = jax.device_put(params), {}
   for name, questions in suite.items():
     arrays, count = (questions.inputs, questions.targets_RxL), len(questions.targets_RxL)
     parts = []
     for start in range(0, count, rows):
       which = np.arange(start, start + rows) % count  # all parts have one shape
       parts.append(jax.device_get(judge(params, *jax.tree.map(lambda leaf: leaf[which], arrays))))
-    found[name] = _score(questions, *(np.concatenate(part)[:count] for part in zip(*parts)))
-  return found
+    by_kind[name] = _score(questions, *(np.concatenate(part)[:count] for part in zip(*parts)))
+  return by_kind
 
 
 def _score(asked: task_lib.Questions, log_p_RxL: np.ndarray, likeliest_RxL: np.ndarray) -> Score:
@@ -226,13 +226,17 @@ def text_suite(
     counted_RxL=np.ones(ids_NxL1[:, 1:].shape, bool),
     right_N=np.zeros(len(ids_NxL1), np.int64),
   )
-  made = {
+  kinds = {
     'continuation': _continuations(ids_NxL1),
     'brackets': _brackets(ids_NxL1, tokenizer),
     'indentation': _indentations(ids_NxL1, tokenizer),
   }
   length = ids_NxL1.shape[1] - 1
-  chosen = {name: multiple_choice(*zip(*found), length) for name, found in made.items() if found}
+  chosen = {
+    name: multiple_choice(*zip(*questions), length)
+    for name, questions in kinds.items()
+    if questions
+  }
   return {'next_token': every, **chosen}
 
 
@@ -244,51 +248,51 @@ def _continuations(ids_NxL1: np.ndarray) -> _Asked:
   endings_ExK, own_N = np.unique(ids_NxL1[:, half:], axis=0, return_inverse=True)
   if len(endings_ExK) < 4:
     return []
-  rng, made = np.random.default_rng(_SEED), []
+  rng, questions = np.random.default_rng(_SEED), []
   for ids_L1, own in zip(ids_NxL1, own_N.ravel()):
     others = rng.choice(len(endings_ExK) - 1, 3, replace=False)
     right = int(rng.integers(4))
     which = np.insert(others + (others >= own), right, own)
-    made.append(([[*ids_L1[:half], *endings_ExK[one]] for one in which], right))
-  return made
+    questions.append(([[*ids_L1[:half], *endings_ExK[ending]] for ending in which], right))
+  return questions
 
 
 def _brackets(ids_NxL1: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> _Asked:
   """The last bracket in the second half of each window that closes the last open one of the window.
-  In an id that stands for more, the bracket alone is another."""
-  closing, made = list(_BRACKETS.values()), []
-  texts = {one: tokenizer.decode([one]) for one in np.unique(ids_NxL1).tolist()}
+  In an id of several characters the bracket alone is replaced."""
+  closing, questions = list(_BRACKETS.values()), []
+  texts = {token_id: tokenizer.decode([token_id]) for token_id in np.unique(ids_NxL1).tolist()}
   for ids in ids_NxL1.tolist():
     open_, last = [], None
-    for index, one in enumerate(ids):
-      for at, char in enumerate(texts[one]):
+    for index, token_id in enumerate(ids):
+      for at, char in enumerate(texts[token_id]):
         if char in _BRACKETS:
           open_.append(_BRACKETS[char])
         elif char in closing and open_ and open_.pop() == char and 2 * index >= len(ids):
-          last = index, at, closing.index(char), texts[one]
+          last = index, at, closing.index(char), texts[token_id]
     if last:
       index, at, right, text = last
       ends = tokenizer.encode([text[:at] + char + text[at + 1 :] for char in closing])
       if ends[right] == [ids[index]] and index + max(map(len, ends)) <= len(ids):
-        made.append(([[*ids[:index], *end] for end in ends], right))
-  return made
+        questions.append(([[*ids[:index], *end] for end in ends], right))
+  return questions
 
 
 def _indentations(ids_NxL1: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> _Asked:
   """The last line that begins in each window, unless too little is left of what precedes it."""
-  length, found = ids_NxL1.shape[1], []
+  length, lines = ids_NxL1.shape[1], []
   for ids in ids_NxL1.tolist():
     text = tokenizer.decode(ids)
     begun = list(_INDENTED.finditer(text))
     if begun and '\ufffd' not in text:
       spaces, word = begun[-1].groups()
-      found.append((text[: begun[-1].start()], len(spaces), word))
-  known = sorted(dict(collections.Counter(spaces for _, spaces, _ in found).most_common(4)))
-  made = []
-  for before, right, word in found if len(known) > 1 else ():
+      lines.append((text[: begun[-1].start()], len(spaces), word))
+  known = sorted(dict(collections.Counter(spaces for _, spaces, _ in lines).most_common(4)))
+  questions = []
+  for before, right, word in lines if len(known) > 1 else ():
     if right in known:
       rows = tokenizer.encode([f'{before}\n{" " * spaces}{word}' for spaces in known])
       cut = max(0, max(map(len, rows)) - length)
       if len(os.path.commonprefix(rows)) - cut >= length // 4:
-        made.append(([row[cut:] for row in rows], known.index(right)))
-  return made
+        questions.append(([row[cut:] for row in rows], known.index(right)))
+  return questions

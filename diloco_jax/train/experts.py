@@ -19,8 +19,6 @@ experts are stacked along E, which is what `ragged_dot` takes; fragments are cut
 (numerics/fragments.py).
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as train_config
+from diloco_jax.train import initial
 
 PARTITION = (
   (r'experts/(gate|up)', P(None, 'fsdp', 'tensor')),  # E D F
@@ -40,25 +39,14 @@ _ROUTER_STD = 0.02  # p is nearly uniform at first
 class Experts(nnx.Module):
   """The feed-forward half of a layer: a router and its experts."""
 
-  def __init__(
-    self,
-    config: train_config.ModelConfig,
-    normal: Callable[[tuple[int, ...], float], nnx.Param],
-    residual: float,
-  ):
-    """Draws the router and the experts.
-
-    Args:
-      config: of the model.
-      normal: (shape, standard deviation) -> a drawn parameter.
-      residual: divides the standard deviation of `down` (decoder.Block).
-    """
+  def __init__(self, config: train_config.ModelConfig, residual: float):
+    """`residual`: a factor of the standard deviation of `down` (decoder.Block)."""
     E, D, F = config.num_experts, config.embed_dim, config.hidden_dim
     self.choices = config.experts_per_token
-    self.router = normal((D, E), _ROUTER_STD)
-    self.gate = normal((E, D, F), D**-0.5)
-    self.up = normal((E, D, F), D**-0.5)
-    self.down = normal((E, F, D), F**-0.5 * residual)
+    self.router = nnx.Param(initial.Normal((D, E), _ROUTER_STD))
+    self.gate = nnx.Param(initial.Normal((E, D, F), D**-0.5))
+    self.up = nnx.Param(initial.Normal((E, D, F), D**-0.5))
+    self.down = nnx.Param(initial.Normal((E, F, D), F**-0.5 * residual))
 
   def __call__(
     self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None

@@ -1,7 +1,8 @@
-"""What is in the files that a user brings. Names, sizes and times of change do not tell: tar, Nix
-and images make them equal for different files. So each byte is read, once on a machine; what was in
-a file is remembered under device, inode, size and ctime in ns. The kernel moves the ctime with each
-change, and no program can set it back. What such a memory could get wrong:
+"""What is in the files that a user brings. Names, sizes and times of change do not show it: tar,
+Nix and images make them equal for different files. So each byte is read, once on a machine; what
+was in a file is remembered under device, inode, size and ctime in ns. The kernel moves the ctime
+with each change, and no program can set it back. What such a memory could get
+wrong:
 
 * A file changes while it is read: refused, by its ctime behind the last byte.
 * It changes twice within a tick of the clock: what is younger than _YOUNG_NS is not remembered.
@@ -37,25 +38,25 @@ def of(listed: Files | pathlib.Path) -> str:
   names, paths = [name for name, _ in listed], [path for _, path in listed]
   try:
     keys = [key(path) for path in paths]
-    memory = folders.cache() / 'diloco_jax' / 'fingerprints' / combined(zip(names, keys))
+    memory = folders.cache() / 'diloco_jax' / 'fingerprints' / combine(zip(names, keys))
     lasts = all(map(is_lasting, keys))
     with contextlib.suppress(OSError, ValueError):
-      found, check = memory.read_text('utf-8').split()
-      if lasts and check == combined([found]):
-        return found
+      digest, check = memory.read_text('utf-8').split()
+      if lasts and check == combine([digest]):
+        return digest
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # hashes have no GIL
-      found = combined(zip(names, pool.map(_sha256, paths)))
+      digest = combine(zip(names, pool.map(_sha256, paths)))
     if [key(path) for path in paths] != keys:
       raise ValueError(f'{newest(listed)}, while it was read: start again when nobody writes it')
   except OSError as error:
     raise ValueError(f'cannot read {error.filename}: {error.strerror}') from error
   if lasts:
     with contextlib.suppress(OSError):  # the files are read again
-      json_files.replace(memory, f'{found} {combined([found])}'.encode())
-  return found
+      json_files.replace(memory, f'{digest} {combine([digest])}'.encode())
+  return digest
 
 
-def combined(parts: Iterable[object]) -> str:
+def combine(parts: Iterable[object]) -> str:
   """One fingerprint of names and fingerprints."""
   return hashlib.sha256(repr([*parts]).encode()).hexdigest()[:32]
 
@@ -66,24 +67,24 @@ def key(path: str) -> Key:
   return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def is_lasting(one: Key) -> bool:
-  return bool(one[-1] % 10**9) and one[-1] < time.time_ns() - _YOUNG_NS
+def is_lasting(file_key: Key) -> bool:
+  return bool(file_key[-1] % 10**9) and file_key[-1] < time.time_ns() - _YOUNG_NS
 
 
 def in_folder(path: str | os.PathLike) -> Files:
   """The files in a folder by their names there, or one file."""
   root = str(pathlib.Path(path))
   walked = os.walk(root) if os.path.isdir(root) else [('', (), [root])]
-  found = (os.path.join(parent, name) for parent, _, names in walked for name in names)
-  return sorted((one[len(root) + 1 :], one) for one in found)
+  paths = (os.path.join(parent, name) for parent, _, names in walked for name in names)
+  return sorted((file[len(root) + 1 :], file) for file in paths)
 
 
 def newest(listed: Files) -> str:
   """For people: which of some files has changed last on this machine, and when; '' of none."""
-  found = [(os.stat(path).st_ctime, path) for _, path in listed if os.path.exists(path)]
-  if not found:
+  times = [(os.stat(path).st_ctime, path) for _, path in listed if os.path.exists(path)]
+  if not times:
     return ''
-  at_s, path = max(found)
+  at_s, path = max(times)
   return f'{path} changed last, {time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))}'
 
 

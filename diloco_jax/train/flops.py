@@ -48,12 +48,12 @@ class Cost:
     """The figures of a step of `seconds` that are known: TFLOP/s of one device, as a share of the
     peak, and the share of its memory that was held at most."""
     rate = self.flops / seconds if seconds > 0 else 0.0
-    found = {
+    figures = {
       'tflops': rate / 1e12,
       'mfu': rate / (self.peak_flops or math.inf),
       'memory': self.memory_bytes / (self.memory_limit_bytes or math.inf),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in figures.items() if value}
 
 
 def decoder(model: train_config.ModelConfig, seq_len: int) -> float:
@@ -80,11 +80,11 @@ def peak(kind: str) -> float:
 
 def memory(devices: 'list[jax.Device]') -> tuple[int, int]:
   """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
-  backend that does not count, as on CPUs, or does not tell, as Pathways."""
+  backend that does not count, as on CPUs, or does not answer, as Pathways."""
   import jax  # who reads records needs none
 
   try:
     stats = [device.memory_stats() or {} for device in devices]
   except jax.errors.JaxRuntimeError:
     return 0, 0
-  return max((one.get('peak_bytes_in_use', 0), one.get('bytes_limit', 0)) for one in stats)
+  return max((stat.get('peak_bytes_in_use', 0), stat.get('bytes_limit', 0)) for stat in stats)

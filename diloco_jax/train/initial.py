@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 16  # values of a draw, at least, if the leaf has them
 
 
 class _Leaf:
-  """What the arrays of a tree must have to be read like those of numpy."""
+  """What a leaf must have to be read like an array of numpy."""
 
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -53,7 +53,7 @@ class Normal(_Leaf):
   Attributes:
     shape: of the leaf.
     std: standard deviation.
-    key: what the draws depend on, integers; `named` sets it.
+    key: what the draws depend on, integers; `seed_leaves` sets it.
     dtype: to which the draws are rounded.
   """
 
@@ -93,15 +93,15 @@ class Stacked(_Leaf):
     return np.stack([leaf[rest or slice(None)] for leaf in self.leaves[start:stop]])
 
 
-def named(tree: Any, seed: int, dtype: str) -> Any:
+def seed_leaves(tree: Any, seed: int, dtype: str) -> Any:
   """The tree with draws that depend on `seed` and the path of each leaf; its leaves have `dtype`
   now."""
   kind = np.dtype(jnp.dtype(dtype))
 
-  def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+  def name_leaf(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
     if not isinstance(leaf, Normal):
       return leaf.astype(kind)
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     return dataclasses.replace(leaf, key=(seed, zlib.crc32(name.encode())), dtype=kind)
 
-  return jax.tree_util.tree_map_with_path(one, tree)
+  return jax.tree_util.tree_map_with_path(name_leaf, tree)

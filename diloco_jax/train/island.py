@@ -38,18 +38,18 @@ from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
 
 MAX_DAMAGED = 8  # batches in a row that cannot be read
-MAX_SAID = 20  # damaged batches that one process tells of
+MAX_WARNINGS = 20  # about damaged batches, in one process
 _LOG = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
   """The result of one inner step."""
 
-  loss: float | None  # of the batch before the update; None: a loop of a user's own tells none
-  grad_norm: float | None  # before clipping; None: of such a loop
+  loss: float | None  # of the batch before the update; None: a user's loop has not passed one
+  grad_norm: float | None  # before clipping; None: in a user's loop
   tokens: int  # predicted and trained on
   seconds: float  # wall, from its dispatch or the end of the step before, whichever is later
-  data_s: float  # of them, until the batch was on the device
+  data_s: float  # the part of `seconds` until the batch was on the device
   clock: int  # before it
   metrics: dict[str, float]  # what else the task or the loop has measured
 
@@ -113,7 +113,7 @@ class Island:
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
-    self._damaged: set[tuple[int, int]] = set()  # batches that were said to be
+    self._damaged: set[tuple[int, int]] = set()  # batches with a warning
     self._folder = self._checkpoints = None
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
@@ -189,18 +189,15 @@ class Island:
 
   def dispatch(self, clock: int) -> futures.Future:
     """Starts the step; returns what is done once the step is. Raises RuntimeError, as `step`."""
+    begun_ns = time.monotonic_ns()
     try:
-      return self._dispatch(clock)
+      batch = mesh_lib.put_batch(self.mesh, self._read())
+      put_ns = time.monotonic_ns()
+      rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
+      with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
+        self._state, metrics = self._train_step(self._state, batch, rate)
     except ValueError as error:
       raise RuntimeError(f'the inner step at clock {clock} failed: {error}') from error
-
-  def _dispatch(self, clock: int) -> futures.Future:
-    begun_ns = time.monotonic_ns()
-    batch = mesh_lib.put_batch(self.mesh, self._read())
-    put_ns = time.monotonic_ns()
-    rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
-    with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
-      self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
     if _are_ready(metrics):  # CPUs that compute at the dispatch
       ended = futures.Future()
@@ -248,13 +245,13 @@ class Island:
         with contextlib.suppress(Exception):
           batch = self._shard[self._next_index + ahead]
           if ahead:
-            self._say_damaged(error, ahead)
+            self._warn_of_damage(error, ahead)
           return batch
       raise
 
-  def _say_damaged(self, error: Exception, ahead: int) -> None:
+  def _warn_of_damage(self, error: Exception, ahead: int) -> None:
     position = self._shard_index, self._next_index
-    if position not in self._damaged and len(self._damaged) < MAX_SAID:
+    if position not in self._damaged and len(self._damaged) < MAX_WARNINGS:
       self._damaged.add(position)
       _LOG.warning(
         'batch %d of shard %d cannot be read (%s: %s): batch %d is trained on instead, once more; '
@@ -271,7 +268,7 @@ class Island:
     it."""
     if self._eval_batches is None:  # most islands of a run never evaluate
       batches = self._task.eval_batches()
-      self.bits_per_byte = evaluate.bits_per_byte(self._task, batches)  # of a loss
+      self.bits_per_byte = evaluate.bits_per_byte(self._task, batches)
       self._eval_batches = [mesh_lib.put_batch(self.mesh, batch) for batch in batches]
     params = self.params if params is None else self._put_params(params)
     return evaluate.evaluate(self._eval_step, params, self._eval_batches)
@@ -395,16 +392,15 @@ def _put_tree(tree: Any, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: a leaf does not fit this island's model and optimizer.
   """
-  if _fits(tree, like):
-    return jax.tree.map(_put, tree, shardings)
-  given, expected = _shapes(tree), _shapes(like)
-  for path in sorted(given.keys() | expected.keys()):
-    if given.get(path) != expected.get(path):
-      raise ValueError(
-        f'{path} is {given.get(path, "absent")}, this island has '
-        f'{expected.get(path, "no such leaf")}: it must come from a learner with '
-        'the same model and optimizer'
-      )
+  if not _fits(tree, like):
+    given, expected = _shapes(tree), _shapes(like)
+    for path in sorted(given.keys() | expected.keys()):
+      if given.get(path) != expected.get(path):
+        raise ValueError(
+          f'{path} is {given.get(path, "absent")}, this island has '
+          f'{expected.get(path, "no such leaf")}: it must come from a learner with '
+          'the same model and optimizer'
+        )
   return jax.tree.map(_put, tree, shardings)
 
 
@@ -418,10 +414,10 @@ def _fits(tree: Any, like: Any) -> bool:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  if there or isinstance(leaf, jax.Array):
-    return leaf if there else jax.device_put(leaf, sharding)
-  return mesh_lib.put(leaf, sharding)
+  if not isinstance(leaf, jax.Array):
+    return mesh_lib.put(leaf, sharding)
+  is_in_place = leaf.committed and leaf.sharding == sharding
+  return leaf if is_in_place else jax.device_put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:

@@ -85,29 +85,23 @@ def syncer_devices(
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Partition) -> Any:
   """Returns the NamedSharding of every leaf; `tree` holds arrays or ShapeDtypeStructs."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: _leaf_sharding(
-      mesh, jax.tree_util.keystr(path, simple=True, separator='/'), leaf.shape, partition
-    ),
-    tree,
-  )
 
+  def leaf_sharding(keys: jax.tree_util.KeyPath, leaf: Any) -> NamedSharding:
+    path, shape = jax.tree_util.keystr(keys, simple=True, separator='/'), leaf.shape
+    spec = task_lib.first_match(partition, path, P())
+    if len(spec) > len(shape):
+      raise ValueError(f'{path} has shape {shape}, too few axes for its partition {spec}')
+    for size, axis in zip(shape, spec):
+      axes = axis if isinstance(axis, tuple) else (axis,) if axis else ()
+      ways = math.prod(mesh.shape[name] for name in axes)
+      if size % ways:
+        raise ValueError(
+          f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '
+          f'axis {axis!r}; change the model or the mesh'
+        )
+    return NamedSharding(mesh, spec)
 
-def _leaf_sharding(
-  mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], partition: task_lib.Partition
-) -> NamedSharding:
-  spec = task_lib.first_match(partition, path, P())
-  if len(spec) > len(shape):
-    raise ValueError(f'{path} has shape {shape}, too few axes for its partition {spec}')
-  for size, axis in zip(shape, spec):
-    axes = axis if isinstance(axis, tuple) else (axis,) if axis else ()
-    ways = math.prod(mesh.shape[one] for one in axes)
-    if size % ways:
-      raise ValueError(
-        f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '
-        f'axis {axis!r}; change the model or the mesh'
-      )
-  return NamedSharding(mesh, spec)
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
@@ -137,8 +131,7 @@ def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
         f'its first axis, here a multiple of {ways} rows. Nothing is lost: repeat a number once '
         'per row, or close over it in the loss'
       )
-    return put(
-      np.array(values), batch_sharding(mesh)
-    )  # it may be a view of a buffer that is reused
+    own = np.array(values)  # it may be a view of a buffer that is reused
+    return put(own, batch_sharding(mesh))
 
   return jax.tree_util.tree_map_with_path(put_leaf, batch)

@@ -21,7 +21,7 @@ rate and one weight decay serve all tensors:
 
 It is for the matrices of the body: in an embedding and a head each row is a thing of its own.
 
-With `momentum_weight` nu the mean gives only a share of an update, and the newest gradient the rest
+With `momentum_weight` nu an update is nu of the mean and 1 - nu of the newest gradient
 (QHM and QHAdam, arXiv 1810.06801). Learners have small batches, so less of the mean is noise that
 is carried on for long, and a mean may be long:
 
@@ -80,7 +80,7 @@ def make_optimizer(
 
   Args:
     config: hyperparameters, validated.
-    task: says which tensors are matrices of the body.
+    task: its `label` and `matrices` name the matrices of the body.
 
   Returns:
     A transformation whose `update` needs the keyword `rate`, a float32 scalar.
@@ -96,7 +96,7 @@ def make_optimizer(
     optax.chain(
       clip,
       _promoting(spec.make(config.name, named, use=init)),
-      optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decayed, task)),
+      optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decay_mask, task)),
       optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
     )
   )
@@ -156,7 +156,7 @@ def _muon(
   )
   muon = of_decay(beta=config.momentum)
   if config.momentum_weight:
-    last = of_decay(beta=0.0, nesterov=False)  # of the mean that it gets; its own state is that
+    last = of_decay(beta=0.0, nesterov=False)  # its input is the mean, which is all of its state
     orthogonal = optax.stateless(lambda mean, _: last.update(mean, last.init(mean))[0])
     muon = optax.chain(quasi_hyperbolic(config.momentum, config.momentum_weight), orthogonal)
   sized = optax.stateless(
@@ -192,8 +192,8 @@ def _promoting(tx: optax.GradientTransformation) -> optax.GradientTransformation
   return optax.GradientTransformation(tx.init, update)
 
 
-def _decayed(task: task_lib.Task, params: Any) -> Any:
-  """Which tensors decay: those of several axes that are no vectors, unless `matrices` says so."""
+def _decay_mask(task: task_lib.Task, params: Any) -> Any:
+  """Which tensors decay: tensors of several axes, except vectors (`matrices` decides first)."""
 
   def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
     is_matrix = leaf.ndim > 1 and not _is_vectors(path)

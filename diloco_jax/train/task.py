@@ -164,8 +164,8 @@ class Task:
 
   def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:
     """The loss, and the other scalars that `loss` returns. Raises ValueError for other shapes."""
-    found = self.loss(params, batch, sharding)
-    loss, others = found if isinstance(found, tuple) else (found, {})
+    result = self.loss(params, batch, sharding)
+    loss, others = result if isinstance(result, tuple) else (result, {})
     for name, value in {**others, 'loss': loss}.items():
       if np.ndim(value):
         raise ValueError(f'{name} of the task has the shape {np.shape(value)}, return one number')

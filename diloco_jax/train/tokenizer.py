@@ -27,7 +27,7 @@ _TRAINED_ON_BYTES = 8 << 20
 
 
 class Tokenizer:
-  """Bytes as UTF-8. `size` is the number of ids, `end` stands after each document."""
+  """Bytes as UTF-8. `size` is the number of ids, `end` follows each document."""
 
   size, end, dtype = 256, [0], 'uint8'
 
@@ -38,14 +38,14 @@ class Tokenizer:
     return bytes(ids).decode('utf-8', 'replace')
 
   def num_bytes(self, ids: Sequence[int]) -> int:
-    """How many bytes of text they stand for."""
+    """How many bytes of text these ids are."""
     return len(ids)
 
 
 class _Subwords(Tokenizer):
   def __init__(self, encode: Callable, decode: Callable, size: int, end: list[int]):
     self.encode = lambda texts: encode(list(texts))
-    self.decode = lambda ids: decode([int(one) for one in ids])
+    self.decode = lambda ids: decode([int(token_id) for token_id in ids])
     self.size, self.end, self.dtype = size, end, 'uint16' if size <= 1 << 16 else 'uint32'
 
   def num_bytes(self, ids: Sequence[int]) -> int:
@@ -55,37 +55,37 @@ class _Subwords(Tokenizer):
 
 
 def load(name: str, corpus: str, field: str = 'text') -> Tokenizer:
-  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Says once if it has no end.
+  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Warns once if it has no end.
   Raises ValueError."""
   if not name:
     return Tokenizer()
   path = file(name, corpus, field)
-  made = _load(name, path)
-  if not made.end:
+  tokenizer = _load(name, path)
+  if not tokenizer.end:
     corpus_files.say_once(
       f'tokenizer {name!r} has no end of a document that is known, so documents follow each other '
       f'without one: name it in {CONFIG} beside tokenizer.json, {{"eos_token": "..."}}'
     )
-  return made
+  return tokenizer
 
 
 def _load(name: str, path: pathlib.Path) -> Tokenizer:
   try:
     if path.suffix == '.model':
-      made = _import('sentencepiece').SentencePieceProcessor(model_file=str(path))
-      end = [made.eos_id()] if made.eos_id() >= 0 else []
-      return _Subwords(made.encode, made.decode, made.vocab_size(), end)
-    made = _import('tokenizers').Tokenizer.from_file(str(path))
-    made.no_truncation()  # a file may ask for both
-    made.no_padding()
-    made.encode_special_tokens = True  # the letters of one in a text are letters
-    named = [end for end in (said_end(path), *_ENDS) if made.token_to_id(end) is not None]
-    made.add_special_tokens(named)  # a file may have its end as a plain added token
-    encode = functools.partial(made.encode_batch_fast, add_special_tokens=False)
-    ends = [made.token_to_id(end) for end in named]
-    ids = lambda texts: [one.ids for one in encode(texts)]
-    size = 1 + max(made.get_vocab().values())  # there may be gaps
-    return _Subwords(ids, made.decode, size, ends[:1])
+      tokenizer = _import('sentencepiece').SentencePieceProcessor(model_file=str(path))
+      end = [tokenizer.eos_id()] if tokenizer.eos_id() >= 0 else []
+      return _Subwords(tokenizer.encode, tokenizer.decode, tokenizer.vocab_size(), end)
+    tokenizer = _import('tokenizers').Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()  # a file may ask for both
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # the letters of one in a text are letters
+    named = [end for end in (find_end(path), *_ENDS) if tokenizer.token_to_id(end) is not None]
+    tokenizer.add_special_tokens(named)  # a file may have its end as a plain added token
+    encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
+    ends = [tokenizer.token_to_id(end) for end in named]
+    ids = lambda texts: [encoding.ids for encoding in encode(texts)]
+    size = 1 + max(tokenizer.get_vocab().values())  # there may be gaps
+    return _Subwords(ids, tokenizer.decode, size, ends[:1])
   except Exception as error:  # the libraries raise plain ones
     raise ValueError(f'tokenizer {name!r}: {error}') from error
 
@@ -98,7 +98,7 @@ def _import(name: str) -> types.ModuleType:
 
 
 def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
-  """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
+  """The file of a tokenizer, trained if need be, once on this machine. Raises ValueError."""
   if name.endswith(('.json', '.model')):
     if what := files_lib.kind(name):
       raise ValueError(f'tokenizer {name!r} is {what} (seen from {pathlib.Path.cwd()})')
@@ -111,14 +111,14 @@ def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
     ) from None
   build = lambda new: _train_bpe(size, _some(corpus, field), new / 'tokenizer.json')
   what = f'bpe {size} of {field} by {library(name)}'
-  return corpus_files.cached(what, corpus, build) / 'tokenizer.json'
+  return corpus_files.build_once(what, corpus, build) / 'tokenizer.json'
 
 
-def said_end(path: pathlib.Path) -> str:
+def find_end(path: pathlib.Path) -> str:
   """The end of a document that a file beside a tokenizer.json names; ''. Raises ValueError."""
-  for one in map(path.with_name, _BESIDE if path.name == 'tokenizer.json' else ()):
-    if one.is_file():
-      end = json_files.require_keys(one, one.read_bytes(), {}).get('eos_token')
+  for beside in map(path.with_name, _BESIDE if path.name == 'tokenizer.json' else ()):
+    if beside.is_file():
+      end = json_files.require_keys(beside, beside.read_bytes(), {}).get('eos_token')
       end = end.get('content') if isinstance(end, dict) else end
       if isinstance(end, str):
         return end
@@ -131,13 +131,13 @@ def digest(name: str, corpus: str, field: str = 'text') -> str:
   if not name:
     return ''
   path = file(name, corpus, field)
-  return fingerprint.of([(said_end(path), str(path))])
+  return fingerprint.of([(find_end(path), str(path))])
 
 
 def files_of(name: str, corpus: str, field: str = 'text') -> fingerprint.Files:
-  """Its file, and those beside it that may name its end."""
+  """The file of a tokenizer, and the files beside it that may name its end."""
   path = file(name, corpus, field)
-  return [('', str(one)) for one in (path, *map(path.with_name, _BESIDE))]
+  return [('', str(file_path)) for file_path in (path, *map(path.with_name, _BESIDE))]
 
 
 def library(name: str) -> str:
@@ -150,17 +150,17 @@ def library(name: str) -> str:
 
 def _train_bpe(size: int, texts: Iterator[str], path: pathlib.Path) -> None:
   tokenizers = _import('tokenizers')
-  made = tokenizers.Tokenizer(tokenizers.models.BPE())
-  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  made.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=size,
     special_tokens=[_ENDS[0]],
-    initial_alphabet=made.pre_tokenizer.alphabet(),
+    initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
     show_progress=False,
   )
-  made.train_from_iterator(texts, trainer)
-  made.save(str(path))
+  tokenizer.train_from_iterator(texts, trainer)
+  tokenizer.save(str(path))
 
 
 def _some(corpus: str, field: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
+from tests.numerics import vectors
 
 
 def participants(count: int) -> tuple[actions.Participant, ...]:
@@ -256,7 +257,7 @@ def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule()
   config.sync.fragments = 4
   config.sync.outer = 'sgd(learning_rate=1.0)'
   assembled = build.assemble(config)
-  labels = [fragments.labels(assembled.layout, p) for p in range(config.sync.fragments)]
+  labels = [{piece.key: piece.label for piece in pieces} for pieces in assembled.layout.fragments]
   experts = [key for of in labels for key, label in of.items() if label == fragments.EXPERT]
   assert len(experts) == 2 * 4 * 3  # layers, experts, tensors of each
   rng, theta = np.random.default_rng(0), global_model.Theta(assembled)
@@ -264,7 +265,7 @@ def test_each_expert_is_merged_by_itself_and_the_router_has_its_own_merge_rule()
     split = lambda flat_N: fragments.split(assembled.layout, p, flat_N)
     drawn_2xN = rng.standard_normal((2, assembled.layout.size(p)), np.float32)
     ones = jax.tree.map(jnp.ones_like, assembled.shapes)
-    drawn_2xN *= np.asarray(fragments.gather(assembled.layout, p, ones))[None]  # no padding
+    drawn_2xN *= np.asarray(vectors.gather(assembled.layout, p, ones))[None]  # no padding
     payloads = [np.asarray(assembled.codec_up.encode(row_N)[0]).tobytes() for row_N in drawn_2xN]
     deltas, before_N = split(drawn_2xN), theta.master(p)
     merged = theta.merge(p, participants(2), payloads, ())

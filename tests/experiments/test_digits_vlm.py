@@ -53,7 +53,8 @@ def _logits(model, params, batch):
 
 
 def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch):
-  params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
+  drawn = decoder.initial_params(model, 0, digits_vlm.VisionDecoder)
+  params = jax.tree.map(jnp.asarray, drawn)
   logits = jax.jit(lambda batch: _logits(model, params, batch))
   before = logits(batch)
   assert before.shape == (16, L, 256)
@@ -68,7 +69,8 @@ def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch)
 
 
 def test_the_loss_is_that_of_the_caption_alone(model, batch):
-  params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
+  drawn = decoder.initial_params(model, 0, digits_vlm.VisionDecoder)
+  params = jax.tree.map(jnp.asarray, drawn)
   log_p = jax.nn.log_softmax(jax.jit(lambda batch_in: _logits(model, params, batch_in))(batch))
   chosen = np.take_along_axis(np.asarray(log_p), batch['text'][:, 1:, None].astype(int), axis=2)
   value, grads = jax.jit(jax.value_and_grad(lambda p: digits_vlm.loss(model, p, batch)))(params)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 
@@ -60,7 +61,7 @@ def _model(tmp_path_factory) -> pathlib.Path:
   told = json.loads((LLAMA / 'config.json').read_text('utf-8')) | WIDE
   (folder / 'config.json').write_text(json.dumps(told), 'utf-8')
   config = pretrained.model_config(folder)
-  tensors = decoder.export(config, decoder.init_params(config, 0))
+  tensors = decoder.export(config, jax.tree.map(np.asarray, decoder.initial_params(config, 0)))
   arrays.export(folder / hugging_face.FILE, tensors, {'format': 'pt'})
   (folder.parent / 'text').mkdir()
   for number in range(200):

@@ -76,12 +76,12 @@ def test_a_step_is_dispatched_before_the_one_before_is_read_and_changes_no_bit(t
   devices, which wait for no batch after the first; a save has the steps before it."""
   ended = command_line.python('-c', _AHEAD, tmp_path, JAX_NUM_CPU_DEVICES='1')
   assert ended.returncode == 0, ended.stderr
-  found = json.loads(ended.stdout.splitlines()[-1])
-  assert found['same'] and found['clocks'] == list(range(1, 9))
-  assert found['restored'] == [4, 4]
-  times_ns, running = zip(*found['done'])
+  printed = json.loads(ended.stdout.splitlines()[-1])
+  assert printed['same'] and printed['clocks'] == list(range(1, 9))
+  assert printed['restored'] == [4, 4]
+  times_ns, running = zip(*printed['done'])
   assert len(times_ns) == 8 and times_ns[0] == 0 and not running[-1]
-  assert any(running), found  # how many depends on the load of this machine
-  assert times_ns[1] == int(found['seconds'][0] * 1e9)
-  assert sum(found['seconds']) <= found['wall_s']
-  assert sum(found['data_s']) < 0.2 * sum(found['seconds'])
+  assert any(running), printed  # how many depends on the load of this machine
+  assert times_ns[1] == int(printed['seconds'][0] * 1e9)
+  assert sum(printed['seconds']) <= printed['wall_s']
+  assert sum(printed['data_s']) < 0.2 * sum(printed['seconds'])

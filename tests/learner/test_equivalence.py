@@ -15,12 +15,13 @@ from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop
 from diloco_jax.report import records as records_lib
 from diloco_jax.transport import in_process
+from tests.train import small_task
 
 
 @pytest.fixture(name='config')
 def _config():
   """One learner, a sync after every period, without loss: lr 1, no momentum, float32."""
-  config = stdlib_lm.get_config('tiny')
+  config = small_task.use(stdlib_lm.get_config('tiny'))
   sync = config.sync
   sync.learners = sync.quorum = 1
   sync.overlap = 0
@@ -28,7 +29,7 @@ def _config():
   sync.outer = 'sgd(learning_rate=1.0)'
   sync.merge = sync.embedding_merge = 'avg'
   config.train.steps = 16
-  config.train.eval_every, config.mesh.data, config.model.num_layers = 0, 1, 1
+  config.train.eval_every = 0
   config.optimizer.warmup_steps = 4
   config.train.checkpoint_every_steps = config.sync.checkpoint_every_syncs = 0
   config.validate()
@@ -49,7 +50,7 @@ def _saved_params(folder, config):
 
 @pytest.mark.parametrize(
   'period,fragments',
-  [(4, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((4, 4), (4, 1), (1, 1)))],
+  [(4, 2), *(pytest.param(*row, marks=pytest.mark.full) for row in ((4, 4), (4, 1), (1, 1)))],
 )
 def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, period, fragments):
   """M=1, outer lr 1, no momentum, float32, tau=0: anchor - (anchor - local) is local up to the

@@ -1,7 +1,7 @@
 """A process without a checkpoint takes the moments of another's, or says that they are fresh."""
 
+import contextlib
 import json
-import shutil
 import types
 
 import jax
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.api import single_controller
+from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import node as learner_node
 from diloco_jax.protocol import facts
 from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, json_files, states
+from tests.train import small_task
 
 
 def _moments(value: float):
@@ -33,13 +35,13 @@ def _save(workdir, learner: str, *steps: int) -> None:
 def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
   like = _moments(0)
   assert moments_lib.find(tmp_path, 'l2', like, print) is None
-  none = moments_lib.told(None, tmp_path, 'fresh moments')
+  none = moments_lib.describe(None, tmp_path, 'fresh moments')
   assert 'so the inner optimizer begins with fresh moments' in none
   _save(tmp_path, 'l0', 4, 9)
   _save(tmp_path, 'l1', 5, 7)
-  found = moments_lib.find(tmp_path, 'l2', like, print)
-  assert (found.learner, found.step, found.protocol) == ('l0', 9, {'learner': 'l0'})
-  jax.tree.map(np.testing.assert_array_equal, found.moments, _moments(9))
+  saved = moments_lib.find(tmp_path, 'l2', like, print)
+  assert (saved.learner, saved.step, saved.protocol) == ('l0', 9, {'learner': 'l0'})
+  jax.tree.map(np.testing.assert_array_equal, saved.moments, _moments(9))
   assert moments_lib.find(tmp_path, 'l1', like, print).step == 7, 'its own first'
 
   path = moments_lib.folder(tmp_path, 'l0') / '9' / states.MANIFEST
@@ -61,37 +63,33 @@ def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   assert moments_lib.find(tmp_path, 'l1', like, print) is None
 
 
-def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
-  """A run is continued without the checkpoints of l1."""
-  config = stdlib_lm.get_config('tiny')
-  config.sync.learners = config.sync.fragments = config.sync.period = 2
-  config.sync.overlap = config.mesh.data = config.model.num_layers = 1
-  config.train.eval_every = 0
-
-  def go_on(steps: int) -> list[tuple]:
-    config.train.steps = steps
-    config.validate()
-    capfd.readouterr()
-    single_controller.run(config, tmp_path)
-    lines = (tmp_path / 'records' / 'l1.jsonl').read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(row['of'], row['step'] > 0) for row in rows if row['name'] == 'moments']
-
-  assert go_on(12) == []
-  shutil.rmtree(moments_lib.folder(tmp_path, 'l1'))
-  assert go_on(18) == [('l0', True)]
-  assert 'the inner optimizer begins with the moments of l0 at step' in capfd.readouterr().out
+def test_a_learner_without_a_checkpoint_begins_with_anothers_moments(tmp_path):
+  """In a real run: tests/runs/store/test_learner_store.py."""
+  assembled = build.assemble(small_task.use(stdlib_lm.get_config('tiny')))
+  make = lambda name: learner_node.make_island(assembled, tmp_path, name, jax.devices()[:1])
+  with contextlib.closing(make('l0')) as donor:
+    donor.step(0)
+    donor.save(1)()
+    expected = jax.tree.map(np.array, donor.moments)
+  with contextlib.ExitStack() as stack:
+    island = stack.enter_context(contextlib.closing(make('l1')))
+    recorder = records_lib.Recorder(tmp_path, 'l1', tensorboard=False)
+    stack.enter_context(contextlib.closing(recorder))
+    restored, (saved, text) = learner_node._restore(assembled, island, tmp_path, 'l1', recorder)
+    jax.tree.map(np.testing.assert_array_equal, island.moments, expected)
+  assert restored is None and (saved.learner, saved.step) == ('l0', 1)
+  assert text == 'the inner optimizer begins with the moments of l0 at step 1'
 
 
-@pytest.mark.parametrize('clock, found', [(0, None), (30, None), (31, ''), (1, 'l1')])
-def test_fresh_moments_are_told_once_they_cost_something(clock, found):
+@pytest.mark.parametrize(
+  'clock, learner, recorded', [(0, '', []), (30, '', []), (31, '', ['']), (1, 'l1', ['l1'])]
+)
+def test_fresh_moments_are_reported_once_they_cost_something(clock, learner, recorded):
   """A learner that joins a new run seconds after the others has missed nothing."""
-  told, said = [], []
-  recorder = types.SimpleNamespace(say=said.append, report=told.append)
-  of = moments_lib.Found('l1', 9, None, {}) if found else None
-  records = learner_node.LearnerRecords(recorder, (of, 'text'), late=30)
+  reported, said = [], []
+  recorder = types.SimpleNamespace(say=said.append, report=reported.append)
+  saved = moments_lib.Found(learner, 9, None, {}) if learner else None
+  records = learner_node.LearnerRecords(recorder, (saved, 'text'), late=30)
   records.report(facts.State(state='joined', incarnation=1, clock=clock))
-  assert [one.of for one in told if isinstance(one, report_facts.Moments)] == [found] * (
-    found is not None
-  )
-  assert said[1:] == ['text'] * (found is not None)
+  assert [fact.of for fact in reported if isinstance(fact, report_facts.Moments)] == recorded
+  assert said[1:] == ['text'] * len(recorded)

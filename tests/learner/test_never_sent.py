@@ -51,18 +51,20 @@ class Shard:
     return {'x': x, 'y': x.sum(axis=1) * np.float32(1 if self.shard % 2 else -1)}
 
 
-def task(config, width=32, unread=False, labels=True):
+def task(config, width=32, unread=False):
   """A frozen base in eight bits, a body that is exchanged, a head of the learner's own."""
 
   def init(seed):
     draw = np.random.default_rng(seed)
-    made = {
+    leaves = {
       'body': draw.standard_normal((width, width), np.float32) / np.float32(width),
       'codes': draw.integers(-99, 99, (width, width), np.int8),
       'head': draw.standard_normal((width, 1), np.float32) / np.float32(width),
       'scale': np.full((1, width), 1e-3, np.float32),
     }
-    return {name: Unread(one) if unread and name in LABELS else one for name, one in made.items()}
+    return {
+      name: Unread(leaf) if unread and name in LABELS else leaf for name, leaf in leaves.items()
+    }
 
   def loss(params, batch, sharding):
     base = params['codes'].astype(jnp.float32) * params['scale']
@@ -141,9 +143,9 @@ def test_a_loop_of_ones_own_brings_the_rest_alone():
 def test_a_checkpoint_has_them_and_is_restored_on_another_mesh(tmp_path):
   """And what is frozen is neither trained nor decayed, and has no moments."""
   config = make_config()
-  made = build.make_task(config)
+  whole = build.make_task(config)
   split = dataclasses.replace(
-    made, partition=(('body|codes', jax.P('fsdp', None)), ('head', jax.P('fsdp', None)))
+    whole, partition=(('body|codes', jax.P('fsdp', None)), ('head', jax.P('fsdp', None)))
   )
 
   def make(mesh, seed=0):
@@ -157,7 +159,7 @@ def test_a_checkpoint_has_them_and_is_restored_on_another_mesh(tmp_path):
       checkpoint_dir=str(tmp_path),
     )
 
-  begun, island = made.init(0), make(train_config.MeshConfig(fsdp=2))
+  begun, island = whole.init(0), make(train_config.MeshConfig(fsdp=2))
   for clock in range(3):
     island.step(clock)
   island.save(3)()

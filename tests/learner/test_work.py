@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 
 import jax
 import numpy as np
@@ -11,30 +12,45 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
-from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.transport import payloads as payloads_lib
+from tests.numerics import vectors
+from tests.train import small_task
 
 
 def _host(tree):
   return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
 
 
-def _made(tmp_path, **sync):
+def _make(tmp_path, **sync):
   """A config with these settings of `sync`, what is assembled of it, and its island."""
-  config = stdlib_lm.get_config('tiny')
+  config = small_task.use(stdlib_lm.get_config('tiny'))
   for name, value in sync.items():
     setattr(config.sync, name, value)
   config.train.log_every = 2
-  config.mesh.data = config.model.num_layers = 1  # compiles the soonest
   assembled = build.assemble(config)
   island = learner_node.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   return config, assembled, island
 
 
-def _same(one, other) -> bool:
-  return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+@contextlib.contextmanager
+def _work(tmp_path, functions=None, **sync):
+  """The work of a learner, and beside it what `_make` returns, its store and `posted` events."""
+  config, assembled, island = _make(tmp_path, **sync)
+  rig = types.SimpleNamespace(config=config, assembled=assembled, island=island, posted=[])
+  rig.store = payloads_lib.PayloadStore()
+  exchange = on_device.Exchange(assembled, island, functions).begin()
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0')) as recorder:
+    rig.work = learner_work.LearnerWork(
+      assembled, island, rig.posted.append, None, rig.store, recorder, exchange
+    )
+    yield rig
+  island.close()
+
+
+def _same(tree, expected) -> bool:
+  return all(map(np.array_equal, jax.tree.leaves(tree), jax.tree.leaves(expected)))
 
 
 def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
@@ -48,18 +64,12 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
 
 
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
-  (_, assembled, island), posted = _made(tmp_path), []
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
-    )
+  with _work(tmp_path) as rig:
+    work, island = rig.work, rig.island
     initial = _host(island.params)
-    for action in (
-      actions.UseShard(shard=3, cursor=7, rewind=False),
-      actions.Step(clock=0),
-      actions.Step(clock=1),
-    ):
-      work.submit(action)
+    work.submit(actions.UseShard(shard=3, cursor=7, rewind=False))
+    work.submit(actions.Step(clock=0))
+    work.submit(actions.Step(clock=1))
     work.stop()
     work.run()
     assert (island.shard, island.data_state) == (3, 9)
@@ -69,23 +79,18 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
     work.submit(actions.UseShard(shard=2, cursor=5, rewind=True))
     work.stop()
     work.run()
-  assert [type(event) for event in posted] == [events.StepDone] * 2
-  assert (island.shard, island.data_state) == (2, 5)
-  assert _same(island.params, initial)  # the anchors
-  assert _same(island.state.opt_state, moments)
-  island.close()
+    assert [type(event) for event in rig.posted] == [events.StepDone] * 2
+    assert (island.shard, island.data_state) == (2, 5)
+    assert _same(island.params, initial)  # the anchors
+    assert _same(island.state.opt_state, moments)
 
 
 def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining. A step is recorded once it is done,
   also while the learner has no other one to make."""
-  _, assembled, island = _made(tmp_path, overlap=0)
-  assert assembled.protocol.lag == 0
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0')) as recorder:
-    posted = []
-    work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
-    )
+  with _work(tmp_path, overlap=0) as rig:
+    work, assembled = rig.work, rig.assembled
+    assert assembled.protocol.lag == 0
 
     def ask() -> None:
       work.submit(actions.Step(clock=0))
@@ -98,17 +103,16 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
     asking.start()
     work.run()
     asking.join()
-  assert [type(event) for event in posted] == [events.StepDone] * 2
+  assert [type(event) for event in rig.posted] == [events.StepDone] * 2
   facts = [fact for _, fact in records_lib.TailAll(tmp_path).read()]
   waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
-  island.close()
 
   (cost,) = [fact for fact in facts if fact['name'] == 'cost']  # as every log line
   assert cost['parameters'] == assembled.parameters
-  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 1)
+  assert (cost['tokens'], cost['devices']) == (rig.island.tokens_per_step, 1)
   assert cost['flops'] == assembled.task.flops_per_token * cost['tokens']
-  (line,) = [one for one in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in one]
+  (line,) = [line for line in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in line]
   assert ' completed step: 2, ' in line and 'MFU' not in line and 'HBM' not in line
   curves = b''.join(path.read_bytes() for path in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert all(b'perf/' + name in curves for name in (b'tflops', b'parameters', b'tokens_per_step'))
@@ -116,7 +120,7 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
 
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   """Or all learners, which save at the same clock, would stop training for the first time."""
-  _, _, island = _made(tmp_path)
+  _, _, island = _make(tmp_path)
   island.warm_up()
   island.step(0)
   compiled = []
@@ -150,44 +154,37 @@ class _Functions(dict):
 def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
-  config, assembled, island = _made(tmp_path, fragments=5, period=5)  # the embedding is cut
-  posted, store = [], payloads_lib.PayloadStore()
   functions = _Functions()
-  exchange = on_device.Exchange(assembled, island, functions).begin()
-  post = lambda event: posted.append((event, len(functions)))
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
-    before = len(functions)
+  with _work(tmp_path, functions, fragments=5, period=5) as rig:  # the embedding is cut
+    work, island, begun = rig.work, rig.island, len(functions)
     draw = np.random.default_rng(0)
     published = jax.tree.map(
       lambda leaf: draw.standard_normal(leaf.shape, np.float32), island.params
     )
-    for p in range(config.sync.fragments):
-      value = np.asarray(fragments.gather(assembled.layout, p, published))
+    for p in range(rig.config.sync.fragments):
+      value = np.asarray(vectors.gather(rig.assembled.layout, p, published))
       whole = {'whole': True, 'keep': False, 'merged': False}
-      work.submit(
-        actions.Adopt(fragment=p, version=3, payload_id=store.put(memoryview(value)), **whole)
-      )
+      payload_id = rig.store.put(memoryview(value))
+      work.submit(actions.Adopt(fragment=p, version=3, payload_id=payload_id, **whole))
     work.stop()
     work.run()
-    assert _same(island.params, published)
-    assert {compiled for _, compiled in posted} == {len(functions)} == {before}
-    assert [event.digest for event, _ in posted] == list(exchange.digests())
+    assert _same(island.params, published) and len(functions) == begun
+    digests = [event.digest for event in rig.posted]
+    assert digests == list(work.exchange.digests())
 
-    compiled = len(functions)
+    begun = len(functions)
     functions.on_another = work.stop
     work.submit(actions.Step(clock=0))
     work.run()
-  assert len(functions) > compiled
-  island.close()
+  assert len(functions) > begun
 
 
 def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):
   """So a NaN, or a step that was refused, does not survive the adoption after it."""
-  _, assembled, island = _made(tmp_path, fragments=1)
+  _, assembled, island = _make(tmp_path, fragments=1)
   exchange = on_device.Exchange(assembled, island).begin()
   like = jax.tree.map(np.zeros_like, _host(island.params))
-  value = np.asarray(fragments.gather(assembled.layout, 0, like))
+  value = np.asarray(vectors.gather(assembled.layout, 0, like))
 
   def local(number: float) -> None:
     filled = jax.tree.map(lambda leaf: np.full_like(leaf, number), like)
@@ -212,22 +209,22 @@ def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):
 
 def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_path):
   """Only a learner that carries steps on has a payload to use again."""
-  found = set()
+  payloads = set()
   for adopt, ahead, overlap in (('rebase', 1, 3), ('overwrite', 0, 2)):
     how = {'adopt': adopt, 'ahead': ahead, 'overlap': overlap}
-    _, assembled, island = _made(tmp_path / adopt, **how)
+    _, assembled, island = _make(tmp_path / adopt, **how)
     exchange = on_device.Exchange(assembled, island).begin()
     island.params = jax.tree.map(lambda leaf: 0.5 * leaf + 0.01, island.params)
     data, ok = exchange.encode(0)
     assert ok
-    found.add((assembled.protocol.rebases, np.asarray(data).tobytes()))
+    payloads.add((assembled.protocol.rebases, np.asarray(data).tobytes()))
     island.close()
-  (_, first), (_, second) = sorted(found)
-  assert len(found) == 2 and first == second
+  (_, first), (_, second) = sorted(payloads)
+  assert len(payloads) == 2 and first == second
 
 
 def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_reads_it(tmp_path):
-  _, assembled, island = _made(tmp_path, fragments=1)
+  _, assembled, island = _make(tmp_path, fragments=1)
   assert assembled.protocol.rebases
   exchange = on_device.Exchange(assembled, island).begin()
   draw = np.random.default_rng(0)

@@ -125,46 +125,55 @@ def _golden_values():
   return values
 
 
-def test_golden_bytes_int8():
-  data, ok = _jitted('int8')[0](_golden_values())
-  # Exponents 127 (2^0) and 128 (2^1); 1.999 saturates at 127; 1/128 = 0.5 steps -> 0 and
-  # 3/128 = 1.5 steps -> 2, both ties to even; -0.25 -> -16 = 0xf0.
-  want = '7f80' + '40c0207f0002f000' + '00' * 24 + '609008' + '00' * 29
-  assert bytes(np.asarray(data)).hex() == want and ok
-  read = _jitted('int8')[1](data, 64)
-  assert read[:7].tolist() == [1.0, -1.0, 0.5, 1.984375, 0.0, 0.03125, -0.25]
-  assert read[32:35].tolist() == [3.0, -3.5, 0.25]
+_READ = {0: [1.0, -1.0, 0.5], 32: [3.0, -3.5]}  # by index, of the golden values
 
 
-def test_golden_bytes_int4():
-  data, ok = _jitted('int4')[0](_golden_values())
-  # 4, -4, 2, 7 are low nibbles and 0, 0, -1, 0 high ones; then 3.0 / 2 * 4 = 6, -7; 0.5 -> 0.
-  want = '7f80' + '040cf207' + '00' * 12 + '06090000' + '00' * 12
-  assert bytes(np.asarray(data)).hex() == want and ok
-  read = _jitted('int4')[1](data, 64)
-  assert read[:7].tolist() == [1.0, -1.0, 0.5, 1.75, 0.0, 0.0, -0.25]
-
-
-def test_golden_bytes_int2():
-  values = _golden_values()
-  values[8:15] = [0.51, -0.51, -1.5, 0.0, -1.9, 0.0, 1.0]
-  data, ok = _jitted('int2')[0](values)
-  # Bytes of elements 0, 4, 8, 12: 1, 0, 1, -1; then -1, 0, -1, 0; 0.5 -> 0, 0, -1, 1; 1, 0, 0, 0.
-  want = '7f80' + 'd1337001' + '00' * 4 + '01030000' + '00' * 4
-  assert bytes(np.asarray(data)).hex() == want and ok
-  read = _jitted('int2')[1](data, 64)
-  assert read[:8].tolist() == [1.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-  assert read[8:15].tolist() == [1.0, -1.0, -1.0, 0.0, -1.0, 0.0, 1.0]
-  assert read[32:35].tolist() == [2.0, -2.0, 0.0]
+@pytest.mark.parametrize(
+  'name, data, read',
+  [
+    # Exponents 127 (2^0) and 128 (2^1); 1.999 saturates at 127; 1/128 = 0.5 steps -> 0 and
+    # 3/128 = 1.5 steps -> 2, both ties to even; -0.25 -> -16 = 0xf0.
+    (
+      'int8',
+      '7f80' + '40c0207f0002f000' + '00' * 24 + '609008' + '00' * 29,
+      {**_READ, 3: [1.984375, 0.0, 0.03125, -0.25], 34: [0.25]},
+    ),
+    # 4, -4, 2, 7 are low nibbles and 0, 0, -1, 0 high ones; then 3.0 / 2 * 4 = 6, -7; 0.5 -> 0.
+    (
+      'int4',
+      '7f80' + '040cf207' + '00' * 12 + '06090000' + '00' * 12,
+      {**_READ, 3: [1.75, 0.0, 0.0, -0.25]},
+    ),
+    # Bytes of elements 0, 4, 8, 12: 1, 0, 1, -1; then -1, 0, -1, 0; 0.5 -> 0, 0, -1, 1; 1, 0, 0, 0.
+    (
+      'int2',
+      '7f80' + 'd1337001' + '00' * 4 + '01030000' + '00' * 4,
+      {0: [1, -1, 0, 1, 0, 0, 0, 0, 1, -1, -1, 0, -1, 0, 1], 32: [2, -2, 0]},
+    ),
+  ],
+)
+def test_golden_bytes_of_integers(name, data, read):
+  values = np.zeros(64, np.float32)
+  values[:8] = [1.0, -1.0, 0.5, 1.999, 1 / 128, 3 / 128, -0.25, 1e-30]
+  values[32:35] = [3.0, -3.5, 0.25]
+  if name == 'int2':
+    values[8:15] = [0.51, -0.51, -1.5, 0.0, -1.9, 0.0, 1.0]
+  encoded, ok = _jitted(name)[0](values)
+  assert bytes(np.asarray(encoded)).hex() == data and ok
+  decoded = _jitted(name)[1](encoded, 64)
+  for start, expected in read.items():
+    assert decoded[start : start + len(expected)].tolist() == expected
 
 
 def test_golden_bytes_float32_and_bfloat16():
   values = np.zeros(32, np.float32)
   values[:4] = [1.0, -2.5, 1 + 2**-8, -1e-40]  # a tie to even; a subnormal
-  data, ok = _jitted('float32')[0](values)
-  assert bytes(np.asarray(data)).hex() == '0000803f000020c00080803f' + '00' * 116 and ok
-  data, ok = _jitted('bfloat16')[0](values)
-  assert bytes(np.asarray(data)).hex() == '803f20c0803f' + '00' * 58 and ok
+  for name, expected in (
+    ('float32', '0000803f000020c00080803f' + '00' * 116),
+    ('bfloat16', '803f20c0803f' + '00' * 58),
+  ):
+    data, ok = _jitted(name)[0](values)
+    assert bytes(np.asarray(data)).hex() == expected and ok
 
 
 @pytest.mark.parametrize('name', codecs.CODECS)

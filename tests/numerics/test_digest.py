@@ -21,7 +21,7 @@ def test_numpy_and_xla_agree():
 
 
 def test_the_checked_digest_finds_each_value_that_is_not_finite():
-  checked = jax.jit(digest_lib.checked)
+  checked = jax.jit(digest_lib.digest_and_check)
   values, others = _values(96), [_values(96), _values(96)]
   got, finite = checked(values, 5, 90, others)
   np.testing.assert_array_equal(got, jax.jit(digest_lib.digest)(values, 5, 90))

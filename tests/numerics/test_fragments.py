@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from diloco_jax.numerics import fragments
+from tests.numerics import vectors
 
 _QUICK = hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -122,38 +123,28 @@ def test_experts_are_cut_from_each_other():
   assert len(cut) == 2 * 2 * 4
 
 
-def test_scatter_of_gather_is_the_identity():
+def test_a_tree_is_its_flat_vectors_and_their_pieces():
   tree = _filled(_decoder(vocab=512))
   layout = fragments.make_layout(tree, 3, _label)
-  rebuilt = jax.tree.map(jnp.zeros_like, tree)
-  for p in range(3):
-    flat_N = jax.jit(fragments.gather, static_argnums=(0, 1))(layout, p, tree)
+  rebuilt = fragments.by_path(jax.tree.map(jnp.zeros_like, tree))
+  for p, pieces in enumerate(layout.fragments):
+    flat_N = vectors.gather(layout, p, tree)
     assert flat_N.shape == (layout.size(p),) and flat_N.dtype == jnp.float32
     assert int(jnp.sum(flat_N == 0)) == layout.size(p) - layout.parameters(p)
-    rebuilt = jax.jit(fragments.scatter, static_argnums=(0, 1))(layout, p, rebuilt, flat_N)
-  jax.tree.map(np.testing.assert_array_equal, rebuilt, tree)
-
-
-def test_scatter_touches_only_its_fragment_and_keeps_dtypes():
-  tree = _filled({'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))}, jnp.bfloat16)
-  layout = fragments.make_layout(tree, 2, _label)
-  new = fragments.scatter(layout, 0, tree, jnp.zeros(layout.size(0)))
-  assert new['a'].dtype == jnp.bfloat16 and not new['a'].any()
-  np.testing.assert_array_equal(new['b'], tree['b'])
-
-
-def test_join_of_split_is_the_identity_and_keys_are_the_labels_keys():
-  tree = _filled(_decoder(vocab=2048))
-  layout = fragments.make_layout(tree, 2, _label)
-  for p in range(2):
-    flat_N = fragments.gather(layout, p, tree)
-    pieces = fragments.split(layout, p, flat_N)
-    assert pieces.keys() == fragments.labels(layout, p).keys()
-    np.testing.assert_array_equal(fragments.join(layout, p, pieces), flat_N)
+    values = fragments.split(layout, p, flat_N)
+    np.testing.assert_array_equal(fragments.join(layout, p, values), flat_N)
     stacked = fragments.split(layout, p, jnp.stack([flat_N, flat_N]))
-    assert all(stacked[key].shape == (2, *piece.shape) for key, piece in pieces.items())
-  union = {k for p in range(2) for k in fragments.labels(layout, p)}
-  assert union == fragments.labels(layout).keys()
+    for piece in pieces:
+      assert stacked[piece.key].shape == (2, *piece.shape)
+      fragments.replace_rows(rebuilt, piece, values[piece.key])
+  jax.tree.map(np.testing.assert_array_equal, rebuilt, fragments.by_path(tree))
+
+
+def test_replaced_rows_keep_the_dtype_and_the_other_rows():
+  leaves = {'a': jnp.ones((8, 8), jnp.bfloat16)}
+  fragments.replace_rows(leaves, fragments.Piece('a', 2, 4, (2, 8), 'rda'), jnp.zeros((2, 8)))
+  assert leaves['a'].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(jnp.any(leaves['a'] == 0, axis=1), [n in (2, 3) for n in range(8)])
 
 
 def test_the_digest_tells_layouts_apart():
@@ -167,22 +158,6 @@ def test_the_digest_tells_layouts_apart():
     fragments.make_layout(_decoder(vocab=320), 3, _label),
   ]
   assert len({base.digest(), *(other.digest() for other in others)}) == 4
-
-
-def test_gather_and_scatter_of_sharded_parameters():
-  mesh = jax.make_mesh((2, 4), ('x', 'y'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  tree = _filled(_decoder(vocab=512))
-  specs = {1: jax.P(), 2: jax.P('x', 'y'), 3: jax.P('x')}
-  shard = lambda leaf: jax.device_put(
-    leaf, jax.sharding.NamedSharding(mesh, specs.get(leaf.ndim, jax.P()))
-  )
-  sharded = jax.tree.map(shard, tree)
-  layout = fragments.make_layout(tree, 2, _label)
-  for p in range(2):
-    flat_N = jax.jit(fragments.gather, static_argnums=(0, 1))(layout, p, sharded)
-    np.testing.assert_array_equal(flat_N, fragments.gather(layout, p, tree))
-    new = jax.jit(fragments.scatter, static_argnums=(0, 1))(layout, p, sharded, -flat_N)
-    jax.tree.map(np.testing.assert_array_equal, new, fragments.scatter(layout, p, tree, -flat_N))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +179,8 @@ def test_impossible_layouts_say_why(tree, count, message):
 def test_a_foreign_tree_or_vector_is_refused():
   layout = fragments.make_layout({'a': jnp.zeros((8, 8))}, 1, _label)
   with pytest.raises(ValueError, match='no leaf a;'):
-    fragments.gather(layout, 0, {'b': jnp.zeros((8, 8))})
+    vectors.gather(layout, 0, {'b': jnp.zeros((8, 8))})
   with pytest.raises(ValueError, match=r'have shape \(8, 4\), the layout says \(8, 8\)'):
-    fragments.scatter(layout, 0, {'a': jnp.zeros((8, 4))}, jnp.zeros(64))
+    vectors.gather(layout, 0, {'a': jnp.zeros((8, 4))})
   with pytest.raises(ValueError, match='has 64 values, the vector 32'):
     fragments.split(layout, 0, jnp.zeros(32))

@@ -15,7 +15,7 @@ _DOUBTING = lambda: merge.by_label({'avg': merge.avg(), 'rda': merge.majority()}
 RULES = merge.RULES | {'by_label': _MIXED, 'majority_by_label': _DOUBTING}
 
 
-_merged = testing.merged
+_merged = testing.merge_deltas
 
 
 def _deltas(learners, seed=1):
@@ -203,17 +203,20 @@ def test_by_label_names_what_is_missing():
 # --- weights -------------------------------------------------------------------------------------
 
 
-def test_weights_are_quantity_times_quality():
-  """Section 4: w = c_tokens * (c_tokens / c_steps)."""
-  got = merge.token_weights([1000, 1000, 500], [10, 20, 10])
-  assert got.dtype == np.float32 and got.tolist() == [1.0, 0.5, 0.25]
-
-
-def test_absent_learners_weigh_nothing():
-  assert merge.token_weights([0, 5, 0, 7], [0, 0, 3, 7]).tolist() == [0.0, 0.0, 0.0, 1.0]
-  assert merge.token_weights([0, 0], [0, 0]).tolist() == [0.0, 0.0]
-  far = merge.token_weights([8_000_000, 400, 400, 400], [80_000, 4, 4, 4])
-  np.testing.assert_allclose(far, [1, 1 / 3, 1 / 3, 1 / 3], rtol=1e-6)  # M - 1 times the median
+@pytest.mark.parametrize(
+  'tokens, steps, weights',
+  [
+    ([1000, 1000, 500], [10, 20, 10], [1.0, 0.5, 0.25]),
+    ([0, 5, 0, 7], [0, 0, 3, 7], [0.0, 0.0, 0.0, 1.0]),
+    ([0, 0], [0, 0], [0.0, 0.0]),
+    ([8_000_000, 400, 400, 400], [80_000, 4, 4, 4], [1, 1 / 3, 1 / 3, 1 / 3]),  # M - 1 medians
+    *(([many, many // 2], [8, 4], [1.0, 0.5]) for many in (2**31, 2**53, 2**62)),
+  ],
+)
+def test_weights_are_quantity_times_quality(tokens, steps, weights):
+  """Section 4: w = c_tokens * (c_tokens / c_steps); who is absent weighs nothing."""
+  found_M = merge.token_weights(tokens, steps)
+  assert found_M.dtype == np.float32 and found_M.tolist() == np.float32(weights).tolist()
 
 
 @rules
@@ -229,10 +232,5 @@ def test_the_mean_cosine_is_that_of_all_pairs_by_what_they_weigh(rule):
     sums.append(np.linalg.norm(part @ units))
     weights = np.outer(part, part) * (1 - np.eye(5))
     expected.append(np.sum(weights * (units @ units.T)) / max(weights.sum(), 1e-9))
-  found = merge.mean_cosines(parts_MxT, np.array(sums), list(deltas))
-  assert found == pytest.approx(dict(zip(list(deltas)[:-1], expected)), rel=1e-6)
-
-
-@pytest.mark.parametrize('tokens', [2**31, 2**53, 2**62])
-def test_many_tokens_do_not_overflow(tokens):
-  assert merge.token_weights([tokens, tokens // 2], [8, 4]).tolist() == [1.0, 0.5]
+  cosines = merge.mean_cosines(parts_MxT, np.array(sums), list(deltas))
+  assert cosines == pytest.approx(dict(zip(list(deltas)[:-1], expected)), rel=1e-6)

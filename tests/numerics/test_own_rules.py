@@ -84,13 +84,13 @@ def test_the_battery_finds_an_outer_optimizer_that_does_not_descend(scale, sente
 def test_the_config_of_a_run_has_the_whole_path_and_learners_may_have_another(own, tmp_path):
   config = own_loop.get_config()
   config.sync.merge, config.sync.outer = f'{own}:mine(a=2.0)', 'my_rules:slow'
-  there = own_loop.get_config()
-  there.sync.merge, there.sync.outer = 'my_rules.py:mine(a=2.0)', 'my_rules:slow'
-  assert config.agreement() == there.agreement()
-  load.write(tmp_path, there)
+  other = own_loop.get_config()
+  other.sync.merge, other.sync.outer = 'my_rules.py:mine(a=2.0)', 'my_rules:slow'
+  assert config.agreement() == other.agreement()
+  load.write(tmp_path, other)
   assert load.read(tmp_path).sync.merge == f'{pathlib.Path.cwd()}/my_rules.py:mine(a=2.0)'
-  there.sync.merge = 'my_rules.py:mine(a=3.0)'
-  assert config.agreement() != there.agreement()
+  other.sync.merge = 'my_rules.py:mine(a=3.0)'
+  assert config.agreement() != other.agreement()
 
 
 def test_a_loop_needs_no_code_of_the_rule_and_the_syncer_merges_by_it(own, tmp_path):
@@ -107,9 +107,9 @@ def test_a_loop_needs_no_code_of_the_rule_and_the_syncer_merges_by_it(own, tmp_p
       config = terms.applied_to(own_loop.get_config())
       own_model.complete(own_model.describe(params, None), config)  # without the file
       with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
-        mine = peer.params
+        local = peer.params
         for _ in peer.steps():
-          mine = peer.sync({'w': mine['w'] + 1}, tokens=1)
+          local = peer.sync({'w': local['w'] + 1}, tokens=1)
           trained += 1
       merged = server.wait(_DEADLINE_S)
     np.testing.assert_allclose(merged['w'], trained / 2)

@@ -72,23 +72,29 @@ def test_zeros_have_no_norm():
   assert _measured('int8', np.zeros(N, np.float32)) == 0.0
 
 
-@pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf, 1e30])
-def test_a_value_that_is_not_finite_makes_the_norm_not_finite(bad):
-  """Behind the encoder. 1e30 is finite, its square is not."""
+def _float32(index: int | slice, value: float) -> np.ndarray:
   values = _displacements()
-  values[N // 3] = bad
-  assert math.isnan(_norm('float32', values.view(np.uint8)))
+  values[index] = value
+  return values.view(np.uint8)
 
 
-def test_a_norm_whose_square_is_too_large_is_not_finite():
-  """Of each value it is not: 1e18 ** 2 * 2 ** 18 is."""
-  assert math.isnan(_norm('float32', np.full(N, 1e18, np.float32).view(np.uint8)))
-
-
-def test_a_scale_of_int8_that_means_nan_shows():
+def _scale_of_nan() -> np.ndarray:
   data = np.array(codecs_numpy.TWINS['int8'].encode(_displacements())[0])
   data[7] = 255
-  assert math.isnan(_norm('int8', data))
+  return data
+
+
+@pytest.mark.parametrize(
+  'name, data',
+  [
+    *(('float32', _float32(N // 3, bad)) for bad in (math.nan, math.inf, -math.inf)),
+    ('float32', _float32(N // 3, 1e30)),  # it is finite, its square is not
+    ('float32', _float32(slice(None), 1e18)),  # nor is the sum of 2^18 squares
+    ('int8', _scale_of_nan()),
+  ],
+)
+def test_what_is_not_finite_behind_the_encoder_makes_the_norm_not_finite(name, data):
+  assert math.isnan(_norm(name, data))
 
 
 def _flipped(weight: float, bit: int) -> float:

@@ -42,7 +42,7 @@ def test_without_a_home_it_is_a_folder_of_this_user_alone(home, monkeypatch, tmp
   assert cache == folders.cache() == tmp_path / f'diloco_jax-{os.getuid()}'
   assert stat.S_IMODE(cache.stat().st_mode) == 0o700
   (tmp_path / 'text').write_text('abc', 'utf-8')
-  corpus = corpus_files.cached('it', str(tmp_path / 'text'), lambda folder: None)
+  corpus = corpus_files.build_once('it', str(tmp_path / 'text'), lambda folder: None)
   assert cache in corpus.parents
 
 

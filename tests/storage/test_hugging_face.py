@@ -355,7 +355,7 @@ def test_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):
   (tmp_path / 'llama' / 'model-00002-of-00003.safetensors').unlink()
   with pytest.raises(ValueError, match='cannot read the model in .*llama: .*00002-of'):
     decoder.start(pretrained.model_config(MODELS / 'llama'), str(tmp_path / 'llama'), 0)
-  experts = decoder.init_params(train_config.ModelConfig(num_experts=2), 0)
+  experts = decoder.initial_params(train_config.ModelConfig(num_experts=2), 0)
   with pytest.raises(ValueError, match='no Hugging Face folder .* has layers/0/experts'):
     decoder.export(train_config.ModelConfig(num_experts=2), experts)
 

@@ -15,6 +15,7 @@ import pytest
 from diloco_jax.numerics import codecs, exchange, fragments, merge, outer
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.syncer import outer_step
+from tests.numerics import vectors
 from tests.syncer import one_fragment
 
 _RULES = {'avg': merge.avg(), 'rda': merge.rda()}
@@ -35,13 +36,13 @@ def _layout():
 
 
 def _fragment(p=0, codec='int8', tx=None, rules=_RULES, **more):
-  first_N = np.asarray(codecs.canonical(fragments.gather(_layout(), p, _tree())))
+  first_N = np.asarray(codecs.canonical(vectors.gather(_layout(), p, _tree())))
   tx = tx or outer.nesterov(0.7, 0.9)
   return one_fragment.Fragment(_layout(), p, first_N, rules, tx, codec, codec, **more)
 
 
 def _deltas(p, learners, scale=0.01, seed=100):
-  rows = [fragments.gather(_layout(), p, _tree(seed + m)) for m in range(learners)]
+  rows = [vectors.gather(_layout(), p, _tree(seed + m)) for m in range(learners)]
   return scale * np.asarray(jnp.stack(rows))
 
 
@@ -83,7 +84,8 @@ def test_error_feedback_keeps_the_codecs_error_in_the_master(name):
 def _expected(deltas_MxN, weights, p, tx, rules):
   """The master after each outer step, by whole tensors in float64."""
   params = fragments.split(_layout(), p, _fragment(p).whole.master_n)
-  labels, state = fragments.labels(_layout(), p), tx.init(params)
+  labels = {piece.key: piece.label for piece in _layout().fragments[p]}
+  state = tx.init(params)
   for rows_MxN in deltas_MxN:
     merged = {}
     for key, rows in fragments.split(_layout(), p, np.float64(rows_MxN)).items():
@@ -228,7 +230,7 @@ def test_on_devices_each_fragment_is_on_one_and_only_numbers_reach_the_host(monk
 
 def test_padding_stays_zero():
   ones = jax.tree.map(jnp.ones_like, _tree())
-  padding = np.asarray(fragments.gather(_layout(), 1, ones)) == 0
+  padding = np.asarray(vectors.gather(_layout(), 1, ones)) == 0
   assert padding.any()
   fragment = _fragment(1)
   fragment.merge(_deltas(1, 2) + 0.5, [1, 1])  # a learner that sends something in it

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.configs import own_loop
-from diloco_jax.numerics import codecs, fragments
+from diloco_jax.numerics import codecs
 from diloco_jax.process import own_model
 from diloco_jax.syncer import global_model
+from tests.numerics import vectors
 
 
 def test_version_0_is_the_canonical_gathered_tree():
@@ -20,7 +21,7 @@ def test_version_0_is_the_canonical_gathered_tree():
   assembled = own_model.complete(own_model.describe(params, lambda name: 'body'), config)
   theta = global_model.Theta(assembled)
   for p in range(2):
-    expected = codecs.canonical(fragments.gather(assembled.layout, p, assembled.init()))
+    expected = codecs.canonical(vectors.gather(assembled.layout, p, assembled.init()))
     published = theta._tiles.join(p, theta._whole()[p]).published_n
     np.testing.assert_array_equal(published.view(np.uint32), np.asarray(expected).view(np.uint32))
     assert (published == 0).sum() > 100

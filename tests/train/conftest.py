@@ -7,8 +7,8 @@ import pytest
 
 from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import decoder
 from diloco_jax.train import island as island_lib
+from tests.train import small_task
 
 
 @pytest.fixture(name='model')
@@ -48,26 +48,21 @@ def write_corpus(root: pathlib.Path, num_files: int = 200) -> None:
 
 
 @pytest.fixture(name='make_island')
-def _make_island(model, optimizer, data, text):
-  """Builds islands on the first devices; closes them at the end."""
+def _make_island(optimizer, data):
+  """Builds islands of a task, of the small one by default; closes them at the end."""
   built = []
-  data.corpus = str(text)
-  model.num_layers = 1  # a second layer tests nothing more and takes time to compile
-  task = decoder.task(model, data)
 
-  def make(
-    mesh: train_config.MeshConfig | None = None, first_device: int = 0, **kwargs
-  ) -> island_lib.Island:
-    mesh = mesh or train_config.MeshConfig()
-    devices = jax.devices()[first_device : first_device + mesh.num_devices]
-    settings = {
-      'task': task,
-      'optimizer': optimizer,
-      'mesh': mesh,
-      'total_steps': 100,
-      'devices': devices,
-    }
-    built.append(island_lib.Island(**settings | kwargs))
+  def make(task=None, fsdp: int = 1, first_device: int = 0, **settings) -> island_lib.Island:
+    built.append(
+      island_lib.Island(
+        task=task or small_task.of_data(data),
+        optimizer=optimizer,
+        mesh=train_config.MeshConfig(fsdp=fsdp),
+        total_steps=100,
+        devices=jax.devices()[first_device : first_device + fsdp],
+        **settings,
+      )
+    )
     return built[-1]
 
   yield make

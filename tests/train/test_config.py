@@ -19,6 +19,7 @@ from diloco_jax.train import config as train_config
     (train_config.ModelConfig(logit_softcap=-1.0), ['-1.0', 'use 0']),
     (train_config.ModelConfig(num_experts=-1), ['-1', 'use 0']),
     (train_config.ModelConfig(num_experts=2, experts_per_token=3), ['3', '2', 'at most']),
+    (train_config.ModelConfig(scan=True, num_experts=4), ['num_experts 4', 'use scan=False']),
     (train_config.OptimizerConfig(name='sgd'), ['sgd', 'adamw', 'muon']),
     (train_config.OptimizerConfig(b2=1.0), ['b2', '1.0', '[0, 1)']),
     (train_config.OptimizerConfig(end_lr_ratio=2.0), ['2.0', '[0, 1]', '0.006']),

@@ -21,13 +21,15 @@ BOTH = {'text': 'one', 'content': 'two'}
 
 
 @pytest.fixture(autouse=True)
-def _said_by_none_yet():
+def _fresh(tmp_path_factory, monkeypatch):
+  """Nothing is cached, and no warning printed yet."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
   corpus_files.say_once.cache_clear()
 
 
 def _texts(source: pathlib.Path, field: str = 'text') -> list[str]:
-  found = corpus_files.documents(corpus_files.list_files(str(source)), field)
-  return sorted(text.decode() for _, text in found)
+  documents = corpus_files.documents(corpus_files.list_files(str(source)), field)
+  return sorted(text.decode() for _, text in documents)
 
 
 def _write_parquet(path: pathlib.Path, **columns: object) -> None:
@@ -100,8 +102,8 @@ def test_what_is_no_text_in_a_folder_is_left_out_and_said_once_with_counts(tmp_p
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
   for source in (tmp_path, tmp_path / '*', tmp_path):
-    found = corpus_files.list_files(str(source))
-    assert [name for name, _ in found] == ['Kniha.TXT', 'README', 'book.txt', 'code.c']
+    listed = corpus_files.list_files(str(source))
+    assert [name for name, _ in listed] == ['Kniha.TXT', 'README', 'book.txt', 'code.c']
   said = capsys.readouterr().err
   counts = ('2 hidden (', '2 a copy (b.BAK)', '1 gzip', '1 zstd (renamed.txt)', '1 lz4', '1 PDF')
   counts += ('1 UTF16', '1 .csv (table.CSV)', '1 .json', '5 binary (cut.py)', '1 LFS_pointer')
@@ -136,17 +138,16 @@ def test_whether_a_text_is_held_out_is_a_question_of_the_text_alone(tmp_path, ca
     (tmp_path / folder).mkdir()
     for number, text in enumerate(texts):
       (tmp_path / folder / f'{number}.txt').write_text(f'{text}\n' if folder == 'site' else text)
-  found = [_held_out(tmp_path / name) for name in ('a.jsonl', 'b.jsonl', 'c.jsonl', 'd.parquet')]
-  found += [_held_out(tmp_path / name) for name in ('e.array_record', 'site', '.', 'mirror')]
-  assert all(one == found[0] for one in found)
+  held_out = [_held_out(tmp_path / name) for name in ('a.jsonl', 'b.jsonl', 'c.jsonl', 'd.parquet')]
+  held_out += [_held_out(tmp_path / name) for name in ('e.array_record', 'site', '.', 'mirror')]
+  assert all(texts == held_out[0] for texts in held_out)
   said = capsys.readouterr().err
   assert '200 documents are copies of others: none is held out without its orig' in said  # c
   assert '1,400 documents are copies' in said and said.count('are copies') == 2
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_of_a_few_documents_the_end_is_held_out_without_copies(tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_of_a_few_documents_the_end_is_held_out_without_copies(tokenizer, tmp_path):
   text = ' '.join(map(str, range(2000)))
   (tmp_path / 'a.jsonl').write_text((json.dumps({'text': text}) + '\n') * 3)
   corpus = data_lib.load_corpus(str(tmp_path / 'a.jsonl'), tokenizer)
@@ -183,10 +184,7 @@ def test_a_document_with_an_end_or_half_a_character_in_it_is_left_out_and_counte
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_documents_that_are_not_utf8_are_kept_and_said_once(
-  tokenizer, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_documents_that_are_not_utf8_are_kept_and_said_once(tokenizer, tmp_path, capsys):
   corpus = tmp_path / 'corpus'
   corpus.mkdir()
   for name in ('b.txt', 'c.MD', 'd.txt'):
@@ -228,8 +226,7 @@ def test_a_record_that_is_not_text_is_refused(record, tmp_path):
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": null}\n' * 9)
   with pytest.raises(ValueError, match='a.jsonl.: no document in its files has a text: use files'):
     data_lib.load_corpus(str(tmp_path / 'a.jsonl'), tokenizer)
@@ -297,8 +294,7 @@ def test_parquet_without_pyarrow_is_refused_with_the_command_before_anything_is_
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
-def test_the_field_is_read_that_the_config_names(name, tokenizer, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+def test_the_field_is_read_that_the_config_names(name, tokenizer, tmp_path):
   path = tmp_path / name
   if name == 'a.jsonl':
     path.write_text((json.dumps(BOTH) + '\n') * 40)
@@ -345,8 +341,8 @@ def test_every_reader_reads_the_same_whatever_the_order_of_a_set(tmp_path):
     (corpus / folder / 'c.csv').touch()
     _write_parquet(corpus / folder / 'd.parquet', text=[f'rows of {folder}'] * 3, id=[1, 2, 3])
     _write_records(corpus / folder / 'e.array_record', f'records of {folder}'.encode())
-  found = set()
-  for seed in '123':
+  outputs = set()
+  for seed in '12':
     done = subprocess.run(
       [sys.executable, '-c', _READS, corpus, 'bpe(size=300)'],
       env={
@@ -359,5 +355,5 @@ def test_every_reader_reads_the_same_whatever_the_order_of_a_set(tmp_path):
       text=True,
       check=True,
     )
-    found.add((done.stdout, done.stderr))
-  assert len(found) == 1 and '6 .csv (c.csv)' in found.pop()[1]
+    outputs.add((done.stdout, done.stderr))
+  assert len(outputs) == 1 and '6 .csv (c.csv)' in outputs.pop()[1]

@@ -21,6 +21,10 @@ def _tokens(batch: int = 2, length: int = 13) -> jax.Array:
   return jnp.asarray(np.random.default_rng(0).integers(0, 256, (batch, length)), jnp.int32)
 
 
+def _drawn(model):
+  return jax.tree.map(jnp.asarray, decoder.initial_params(model, seed=0))
+
+
 def _every_expert_for_every_token(x, weights, chosen, gate, up, down):
   hidden_BxLxExF = jax.nn.gelu(jnp.einsum('bld,edf->blef', x, gate))
   hidden_BxLxExF = hidden_BxLxExF * jnp.einsum('bld,edf->blef', x, up)
@@ -47,10 +51,9 @@ def test_the_rows_of_an_expert_are_multiplied_by_its_matrices(unused):
     )
     return y_BxLxD, *back(direction_BxLxD)
 
-  found = jax.jit(lambda: value_and_gradients(experts.mix))()
+  mixed = jax.jit(lambda: value_and_gradients(experts.mix))()
   expected = jax.jit(lambda: value_and_gradients(_every_expert_for_every_token))()
-  for one, other in zip(found, expected, strict=True):
-    np.testing.assert_allclose(one, other, atol=1e-4)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), mixed, expected)
 
 
 def test_balance_has_its_minimum_where_all_experts_are_used_alike():
@@ -66,28 +69,11 @@ def test_balance_has_its_minimum_where_all_experts_are_used_alike():
     assert float(certain(chosen_40)) >= 1
 
 
-def test_descending_on_balance_spreads_the_tokens():
-  logits_1xTxE = jnp.asarray(np.random.default_rng(0).standard_normal((1, 256, 4)), jnp.float32)
-  skew_E = jnp.float32([3, 0, 0, 0])
-
-  def balance(bias_E):
-    probabilities = jax.nn.softmax(logits_1xTxE + bias_E[None, None])
-    chosen = jax.lax.top_k(probabilities, 1)[1]
-    return experts.balance(probabilities, chosen), jnp.bincount(chosen.reshape(-1), length=4) / 256
-
-  descend = jax.jit(lambda bias_E: bias_E - jax.grad(balance, has_aux=True)(bias_E)[0])
-  assert float(jnp.max(balance(skew_E)[1])) > 0.9
-  bias_E = skew_E
-  for _ in range(60):
-    bias_E = descend(bias_E)
-  assert float(jnp.max(balance(bias_E)[1])) < 0.35
-
-
 @pytest.mark.parametrize('choices', [1, pytest.param(2, marks=pytest.mark.full)])
 def test_router_and_experts_get_gradients_from_the_text_alone(model, choices, monkeypatch):
   monkeypatch.setattr(decoder, 'BALANCE_LOSS', 0.0)
   model.experts_per_token = choices
-  params = decoder.init_params(model, seed=0)
+  params = _drawn(model)
   grads, _ = jax.jit(jax.grad(lambda p: decoder.loss(model, p, _tokens(4)), has_aux=True))(params)
   for path, grad in jax.tree_util.tree_leaves_with_path(grads):
     assert grad.dtype == jnp.float32 and float(jnp.max(jnp.abs(grad))) > 0, path
@@ -97,7 +83,7 @@ def test_router_and_experts_get_gradients_from_the_text_alone(model, choices, mo
 
 
 def test_the_balance_loss_is_in_the_gradient_but_not_in_the_loss(model, monkeypatch):
-  params = decoder.init_params(model, seed=0)
+  params = _drawn(model)
 
   def computed(weight):
     monkeypatch.setattr(decoder, 'BALANCE_LOSS', weight)
@@ -112,15 +98,16 @@ def test_the_balance_loss_is_in_the_gradient_but_not_in_the_loss(model, monkeypa
 
 def test_a_token_changes_nothing_before_it(model):
   """Neither by attention nor by taking the place of another token at an expert."""
-  params, tokens = decoder.init_params(model, seed=0), _tokens()
+  params, tokens = _drawn(model), _tokens()
   apply = jax.jit(lambda p, t: decoder.apply(model, p, t))
   before, after = apply(params, tokens), apply(params, tokens.at[:, 7].add(1))
   np.testing.assert_allclose(before[:, :7], after[:, :7], atol=1e-5)
   assert not np.allclose(before[:, 7:], after[:, 7:], atol=1e-2)
 
 
-def test_a_small_one_learns_and_reports_how_it_routes(make_island, model):
-  island = make_island()
+def test_a_small_one_learns_and_reports_how_it_routes(make_island, model, data, text):
+  data.corpus = str(text)
+  island = make_island(decoder.task(model, data))
   before = island.evaluate()
   first, *_, last = [island.step(clock).metrics for clock in range(30)]
   assert first['router_entropy'] > 0.99 > last['router_entropy'] > 0

@@ -34,16 +34,16 @@ def _write_again(path: str, content: bytes) -> None:
 
 
 def test_a_file_is_read_once_and_again_if_a_byte_changes(path, read, monkeypatch):
-  found = [fingerprint.of([('a', path)]) for _ in range(2)]
+  digests = [fingerprint.of([('a', path)]) for _ in range(2)]
   assert len(read) == 2, 'it is young, and may change unseen'
   monkeypatch.setattr(fingerprint, '_YOUNG_NS', -(10**9))
-  found += [fingerprint.of([('a', path)]) for _ in range(3)]
-  assert len(read) == 3 and len(set(found)) == 1
+  digests += [fingerprint.of([('a', path)]) for _ in range(3)]
+  assert len(read) == 3 and len(set(digests)) == 1
   _write_again(path, b'two')
-  found += [fingerprint.of([(name, path)]) for name in 'aabb']
-  assert len(read) == 5 and len(set(found)) == 3, 'the name is part of it'
+  digests += [fingerprint.of([(name, path)]) for name in 'aabb']
+  assert len(read) == 5 and len(set(digests)) == 3, 'the name is part of it'
   os.link(path, f'{path}.link')
-  assert fingerprint.of([('b', f'{path}.link')]) == found[-1]
+  assert fingerprint.of([('b', f'{path}.link')]) == digests[-1]
   with pytest.raises(ValueError, match='cannot read .*a.txt.gone: No such file'):
     fingerprint.of([('a', f'{path}.gone')])
 
@@ -55,12 +55,12 @@ def test_what_is_no_evidence_is_not_believed(path, read, monkeypatch, damage):
   usual = fingerprint.key
   if damage == 'a time of whole seconds':
     monkeypatch.setattr(fingerprint, 'key', lambda path: (*usual(path)[:3], 10**18))
-  found = fingerprint.of([('a', path)])
+  digest = fingerprint.of([('a', path)])
   for memory in (folders.cache() / 'diloco_jax').glob('fingerprints/*'):
     data = memory.read_bytes()
     flipped = bytes([data[0] ^ 1]) + data[1:]
     memory.write_bytes({'empty': b'', 'half': data[:32], 'flipped': flipped}[damage])
-  assert fingerprint.of([('a', path)]) == found and len(read) == 2
+  assert fingerprint.of([('a', path)]) == digest and len(read) == 2
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(path, monkeypatch):

@@ -22,8 +22,8 @@ def _leaf(*shape: int) -> initial.Normal:
 
 def test_the_values_are_normally_distributed_and_differ_by_leaf_and_seed():
   tree = {'a': _leaf(300, 400), 'b': _leaf(300, 400)}
-  one, other = (initial.named(tree, seed, 'float32') for seed in (0, 1))
-  values = [np.asarray(leaf) for leaf in (one['a'], one['b'], other['a'])]
+  first, second = (initial.seed_leaves(tree, seed, 'float32') for seed in (0, 1))
+  values = [np.asarray(leaf) for leaf in (first['a'], first['b'], second['a'])]
   for drawn in values:
     assert drawn.dtype == np.float32
     assert abs(drawn.mean()) < 0.05 and drawn.std() == pytest.approx(2.0, rel=0.01)
@@ -74,7 +74,8 @@ def test_the_syncer_draws_piece_by_piece(monkeypatch):
   config.model.scan = True
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
-  expected, read, rows = decoder.init_params(config.model, 0), [], initial.Normal._rows
+  expected = jax.tree.map(np.asarray, decoder.initial_params(config.model, 0))
+  read, rows = [], initial.Normal._rows
   monkeypatch.setattr(initial.Normal, '_rows', lambda *args: read.append(rows(*args)) or read[-1])
   jax.tree.map(np.testing.assert_array_equal, theta.params(), expected)
   largest = max(piece.size for pieces in assembled.layout.fragments for piece in pieces)

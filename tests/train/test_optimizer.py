@@ -26,25 +26,12 @@ _TASK = task_lib.Task(
 )
 
 
-@pytest.mark.parametrize(
-  'clock, rate',
-  [
-    (0, 0.05),
-    (4, 0.25),
-    (9, 0.5),
-    (10, 0.5),
-    (60, 0.275),
-    (110, 0.05),
-    (500, 0.05),
-  ],
-)
-def test_rate_warms_up_and_decays(clock, rate):
-  np.testing.assert_allclose(optimizer_lib.schedule(_CONFIG, 110)(clock), rate, rtol=1e-5)
-
-
-def test_without_warm_up_it_starts_at_the_peak():
-  config = train_config.OptimizerConfig(learning_rate=0.5, warmup_steps=0)
-  np.testing.assert_allclose(optimizer_lib.schedule(config, 100)(0), 0.5)
+def test_rate_warms_up_and_decays():
+  rates = {0: 0.05, 4: 0.25, 9: 0.5, 10: 0.5, 60: 0.275, 110: 0.05, 500: 0.05}
+  rate = optimizer_lib.schedule(_CONFIG, 110)
+  assert {clock: rate(clock) for clock in rates} == pytest.approx(rates, rel=1e-5)
+  at_once = dataclasses.replace(_CONFIG, warmup_steps=0)
+  assert optimizer_lib.schedule(at_once, 100)(0) == pytest.approx(0.5)
 
 
 def test_equals_optax_adamw_when_the_clock_is_the_count():
@@ -115,28 +102,6 @@ def _orthogonal(matrix_AxB: np.ndarray) -> np.ndarray:
     return np.asarray(muon.update(matrix_AxB, muon.init(matrix_AxB))[0])
 
 
-def test_a_weight_keeps_no_array_more():
-  params = {'w': jnp.ones((6, 10))}
-  size = lambda config: sum(
-    leaf.size for leaf in jax.tree.leaves(optimizer_lib.make_optimizer(config, _TASK).init(params))
-  )
-  assert size(dataclasses.replace(_MUON, momentum_weight=0.7)) <= size(_MUON)
-
-
-def test_an_update_of_muon_is_as_large_as_one_of_adam():
-  """Whatever the shape: 0.2 of the rate, as arXiv 2502.16982 measured of AdamW."""
-  config = dataclasses.replace(_MUON, weight_decay=0.0, clip_norm=0.0)
-  tx = optimizer_lib.make_optimizer(config, _TASK)
-  draw = lambda *shape: np.random.default_rng(shape).standard_normal(shape, np.float32)
-  grads = {'square': draw(48, 48), 'wide': draw(24, 256), 'tall': 1e-4 * draw(128, 48)}
-  grads['query'] = draw(64, 4, 16)
-  updates = _three_steps(tx, jax.tree.map(np.zeros_like, grads), grads)
-  rates = sum(_rate(clock) for clock in range(3))  # the gradient stays, so the updates add up
-  for name, sum_of_updates in updates.items():
-    rms = float(jnp.sqrt(jnp.mean(jnp.square(sum_of_updates))) / rates)
-    assert 0.14 < rms < 0.22, name
-
-
 def test_muon_keeps_one_average_of_each_matrix_and_adamw_two():
   model = train_config.ModelConfig()
   task = decoder.task(model, train_config.DataConfig())
@@ -148,7 +113,8 @@ def test_muon_keeps_one_average_of_each_matrix_and_adamw_two():
     leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state(config))
   )
   assert size(_CONFIG) == 4 * 2 * total + 4  # a count
-  assert size(_MUON) == 4 * (2 * total - matrices) + 8 + 12  # two counts, coefficients of optax
+  muon = 4 * (2 * total - matrices) + 8 + 12  # two counts, coefficients of optax
+  assert size(_MUON) == muon >= size(dataclasses.replace(_MUON, momentum_weight=0.7))
 
 
 @pytest.mark.parametrize('config', [_CONFIG, _MUON], ids=lambda config: config.name)

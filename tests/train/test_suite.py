@@ -62,19 +62,20 @@ def test_a_model_that_knows_the_text_is_right_and_a_uniform_one_guesses(task, wi
 
 def test_the_questions_are_what_they_say(windows_NxL1):
   suite = evaluate.text_suite(windows_NxL1, tokenizer_lib.Tokenizer(), N)
-  assert [len(one.right_N) for one in suite.values()] == [N] * 4
+  assert [len(questions.right_N) for questions in suite.values()] == [N] * 4
   texts = {_window(number) for number in range(N)}
   for name in ('continuation', 'brackets', 'indentation'):
-    one = suite[name]
-    ids_RxL1 = np.concatenate([one.inputs[:, :1], one.targets_RxL], axis=1)
+    questions = suite[name]
+    ids_RxL1 = np.concatenate([questions.inputs[:, :1], questions.targets_RxL], axis=1)
     rows = [bytes(ids.tolist()).rstrip(b'\0').decode() for ids in ids_RxL1]
-    for number, right in enumerate(one.right_N):
-      asked = rows[number * one.choices : (number + 1) * one.choices]
-      assert len(set(asked)) == one.choices
+    for number, right in enumerate(questions.right_N):
+      asked = rows[number * questions.choices : (number + 1) * questions.choices]
+      assert len(set(asked)) == questions.choices
       known = [any(text.startswith(row) for text in texts) for row in asked]
-      assert known == [place == right for place in range(one.choices)]
-      counted_L = one.counted_RxL[number * one.choices + right]
-      counted = bytes(one.targets_RxL[number * one.choices + right][counted_L].tolist()).decode()
+      assert known == [place == right for place in range(questions.choices)]
+      row = number * questions.choices + right
+      counted_ids = questions.targets_RxL[row][questions.counted_RxL[row]]
+      counted = bytes(counted_ids.tolist()).decode()
       if name == 'brackets':
         assert counted == CLOSED[number % 3]
       elif name == 'indentation':
@@ -91,13 +92,13 @@ def test_the_error_is_the_binomial_one_and_ids_of_a_window_are_one_question(task
     return jnp.where(some_B[:, None, None], _knows(known, ids_BxL), _uniform(None, ids_BxL))
 
   model = dataclasses.replace(task, logits=logits)
-  found = evaluate.scores(model, known[::4, :12], suite)
+  scores = evaluate.scores(model, known[::4, :12], suite)
   share = 0.25 + 0.75 / 256
-  assert found['next_token'].percent == pytest.approx(100 * share)
+  assert scores['next_token'].percent == pytest.approx(100 * share)
   spread = (1 - 1 / 256) * (0.25 * 0.75) ** 0.5  # of the windows' means
-  assert found['next_token'].error == pytest.approx(100 * spread / N**0.5)
-  right_N = found['continuation'].right_N
-  assert set(right_N) == {0.25, 1.0} and found['continuation'].percent == 100 * right_N.mean()
+  assert scores['next_token'].error == pytest.approx(100 * spread / N**0.5)
+  right_N = scores['continuation'].right_N
+  assert set(right_N) == {0.25, 1.0} and scores['continuation'].percent == 100 * right_N.mean()
 
 
 def test_the_suite_is_the_same_again_and_of_held_out_documents_alone(tmp_path):
@@ -113,13 +114,15 @@ def test_the_suite_is_the_same_again_and_of_held_out_documents_alone(tmp_path):
   task = decoder.task(train_config.ModelConfig(num_layers=1), data)
   suite, again = task.suite(50), task.suite(50)
   assert list(suite) == ['next_token', 'continuation', 'brackets', 'indentation']
-  for name, one in suite.items():
-    assert 3 < len(one.right_N) <= 50
-    for field in dataclasses.fields(one):
-      np.testing.assert_array_equal(getattr(one, field.name), getattr(again[name], field.name))
+  for name, questions in suite.items():
+    assert 3 < len(questions.right_N) <= 50
+    for field in dataclasses.fields(questions):
+      value = getattr(again[name], field.name)
+      np.testing.assert_array_equal(getattr(questions, field.name), value)
     asked = set()
-    for number, right in enumerate(one.right_N):  # what was joined to ask may look like a name
-      asked |= names(one.inputs[number * one.choices + right].tolist())
+    # Only the right rows: what was joined to ask may look like a name.
+    for number, right in enumerate(questions.right_N):
+      asked |= names(questions.inputs[number * questions.choices + right].tolist())
     assert asked and asked <= held_out
 
 

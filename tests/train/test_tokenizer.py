@@ -62,21 +62,23 @@ def test_two_machines_train_the_same_tokenizer_and_read_the_same_ids(text, monke
 def test_ids_are_those_of_the_text_of_the_tokenizer_and_of_its_library(text, tmp_path, monkeypatch):
   """Names, sizes and times are those of the file before."""
   words = shutil.copy(tokenizer_lib.file(BPE, str(text)), tmp_path / 'words.json')
-  path, found, asked = tmp_path / 'a.txt', [], corpus_files.cached
-  monkeypatch.setattr(corpus_files, 'cached', lambda *what: found.append(asked(*what)) or found[-1])
+  path, folders, asked = tmp_path / 'a.txt', [], corpus_files.build_once
+  monkeypatch.setattr(
+    corpus_files, 'build_once', lambda *what: folders.append(asked(*what)) or folders[-1]
+  )
   load_again = lambda: data_lib.load_corpus(str(path), str(words)).digest
   digests = set()
   for word in ('some', 'more', 'some'):
     path.write_text(f'{word} words\n' * 100)
     os.utime(path, (0, 0))
     digests.add(load_again())
-  assert len(digests) == len(set(found)) == 2
+  assert len(digests) == len(set(folders)) == 2
   usual = words.read_text('utf-8')
   words.write_text(usual.replace('"dropout":null', '"dropout": null') + '\n', 'utf-8')
   load_again()
   monkeypatch.setattr(tokenizer_lib.importlib.metadata, 'version', lambda package: '99')
   load_again()
-  assert len(set(found)) == 4
+  assert len(set(folders)) == 4
 
 
 def test_ids_that_were_damaged_in_the_cache_are_made_again(text, monkeypatch):
@@ -100,7 +102,7 @@ def build(folder):
     os.kill(os.getpid(), signal.SIGKILL)
   (folder / 'half').rename(folder / 'whole')
 
-assert os.listdir(corpus_files.cached('x', 'stdlib', build)) == ['whole']
+assert os.listdir(corpus_files.build_once('x', 'stdlib', build)) == ['whole']
 """
 
 
@@ -130,13 +132,13 @@ def test_letters_of_a_special_token_are_letters(text):
 
 def _ending(folder: pathlib.Path, text: pathlib.Path, *ends: str) -> str:
   """A tokenizer of a corpus with these special tokens instead of its end."""
-  told = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
-  del told['added_tokens'], told['model']['vocab']['<|endoftext|>']
+  settings = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
+  del settings['added_tokens'], settings['model']['vocab']['<|endoftext|>']
   path = folder / 'tokenizer.json'
-  path.write_text(json.dumps(told | {'added_tokens': []}), 'utf-8')
-  made = tokenizers.Tokenizer.from_file(str(path))
-  made.add_special_tokens(list(ends))
-  made.save(str(path))
+  path.write_text(json.dumps(settings | {'added_tokens': []}), 'utf-8')
+  tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  tokenizer.add_special_tokens(list(ends))
+  tokenizer.save(str(path))
   return str(path)
 
 
@@ -181,11 +183,11 @@ def test_a_tokenizer_without_an_end_is_said(text, tmp_path, capfd):
 
 
 def test_the_size_is_beyond_the_largest_id_even_if_ids_have_gaps(text, tmp_path):
-  told = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
-  vocab = told['model']['vocab']
+  settings = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
+  vocab = settings['model']['vocab']
   for token, number in vocab.items():
     vocab[token] = number + 70_000 * (number >= 390)
-  (tmp_path / 'gap.json').write_text(json.dumps(told), 'utf-8')
+  (tmp_path / 'gap.json').write_text(json.dumps(settings), 'utf-8')
   tokenizer = tokenizer_lib.load(str(tmp_path / 'gap.json'), '')
   assert (tokenizer.size, tokenizer.dtype) == (70_400, 'uint32')
 
@@ -194,7 +196,7 @@ def test_sentencepiece(text, tmp_path):
   path = tmp_path / 'small.model'
   with open(path, 'wb') as file:
     sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(one.read_text() for one in text.iterdir()),
+      sentence_iterator=iter(path.read_text() for path in text.iterdir()),
       model_writer=file,
       vocab_size=90,
       minloglevel=2,

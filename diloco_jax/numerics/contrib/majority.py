@@ -46,10 +46,10 @@ def trust(
   return np.where(there_MxT, np.clip(found_MxT / agree, 0.0, 1.0), 0.0)
 
 
-def clipped(lengths_MxT: np.ndarray) -> np.ndarray:
+def clip_lengths(lengths_MxT: np.ndarray) -> np.ndarray:
   """The lengths, none above the median of those that are not zero; of an even number the lower one.
 
-  >>> clipped(np.float64([[1.0], [9.0], [0.0], [2.0], [3.0]])).T
+  >>> clip_lengths(np.float64([[1.0], [9.0], [0.0], [2.0], [3.0]])).T
   array([[1., 2., 0., 2., 2.]])
   """
   ranked_MxT = np.sort(np.where(lengths_MxT > 0, lengths_MxT, np.inf), axis=0)

@@ -65,13 +65,13 @@ def main(hosts: str, host: str, coordinator: str) -> None:
   if hosts_lib.leads():
     print(json.dumps(facts), flush=True)
   if int(hosts) > 1:
-    hosts_lib.ready()
+    hosts_lib.wait_until_ready()
     begun_s = time.process_time()
     for _ in range(AGREEMENTS):
-      hosts_lib.of_lead('x' * 200)
+      hosts_lib.broadcast_text('x' * 200)
     spent_s = time.process_time() - begun_s
     print(f'host {host}: {spent_s / AGREEMENTS * 1e3:.3f} ms of CPU for an agreement', flush=True)
-    hosts_lib.ready()
+    hosts_lib.wait_until_ready()
     jax.distributed.shutdown()
 
 
