@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts import networks
+from scripts import namespaces
 from tests import programs
 
 _ALONE = 'ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "$@"'
@@ -64,7 +64,7 @@ print('page', b'<html' in page.lower(), 'metrics', metrics, address)
 
 @pytest.mark.long
 def test_a_run_where_there_is_no_ipv4(tmp_path):
-  if networks.not_allowed():
+  if namespaces.why_not_allowed():
     return  # namespaces are forbidden, and the other tests of ::1 are those of addresses
   words = 'unshare', '--map-root-user', '--net', 'sh', '-c', _ALONE, 'sh', sys.executable, '-c'
   environment = {'PYTHONPATH': str(programs.ROOT), 'JAX_PLATFORMS': 'cpu'}

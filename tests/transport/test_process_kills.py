@@ -12,7 +12,7 @@ from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
 from diloco_jax.verification.replay import tape_files
 from tests.runs import test_processes
-from tests.runs.lib import slow_data
+from tests.runs.lib import records, slow_data
 
 start = test_processes._start
 FLAGS = (
@@ -65,8 +65,7 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
   assert ends == [0, 0, 0], [program.lines for program in programs]
   verdict = conductor_lib.judge(workdir)
   assert verdict.broken is None and not verdict.unread, verdict.text()
-  lives = tape_files.find(workdir)
-  for life in lives:
-    assert tape_files.replay(life).identical, life.name
-  ledger = [fact for fact in test_processes._facts(workdir, 'syncer') if fact['name'] == 'ledger']
+  for process_tape in tape_files.find(workdir):
+    assert tape_files.replay(process_tape).identical, process_tape.name
+  ledger = records.facts(workdir, 'syncer', 'ledger')
   assert chaos_report.balance(ledger[-1]) == 0
