@@ -10,7 +10,7 @@ import jax
 import diloco_jax
 from diloco_jax import __main__
 from diloco_jax.configs import own_loop
-from tests.runs.lib import gated_loop
+from tests.runs.lib import examples
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -18,7 +18,7 @@ README = (ROOT / 'README.md').read_text()
 
 def test_the_loop_of_the_readme_learns():
   (loop,) = re.findall(r'```python\n(.*?)\n```', README, re.S)
-  own = gated_loop.example('loop_optax')
+  own = examples.load('loop_optax')
   params = own.init()
   page = {
     'init': lambda: (params, own.TX.init(params)),

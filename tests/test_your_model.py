@@ -20,7 +20,7 @@ from diloco_jax.storage import arrays
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
-from tests.runs.lib import gated_loop
+from tests.runs.lib import examples
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = (ROOT / 'docs' / 'your_model.md').read_text()
@@ -93,7 +93,7 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
 
 
 def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
-  module = gated_loop.example('loop_optax')
+  module = examples.load('loop_optax')
   params = module.init()
   batch, opt_state = module.read(0, 0), module.TX.init(params)
   with jax.numpy_dtype_promotion('standard'):

@@ -74,7 +74,7 @@ def read(folder: pathlib.Path) -> Allowlist:
     data = private.read(path, _MAX_BYTES)
     if path.stat().st_mode & 0o022:
       raise ValueError('other users may write it: chmod 600')
-    return _parse(formats.taken('allowlist', safe_json.parse_object(data), path))
+    return _parse(formats.require('allowlist', safe_json.parse_object(data), path))
   except OSError as error:
     raise ValueError(f'{path} cannot be read: {error.strerror}') from None
   except formats.OtherFormat:

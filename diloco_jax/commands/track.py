@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
   with exits.never_retry(ValueError, OSError):
     sent = json_files.read(path) if path.exists() else formats.stamp('track')
     # Of a process: its id, how many bytes of its records were sent, and a hash of their end.
-    lines = formats.taken('track', sent, path).get('lines', {})
+    lines = formats.require('track', sent, path).get('lines', {})
   tails, runs, last, begun = records_lib.TailAll(workdir), {}, False, set()
   while not last:
     last = not _FOLLOW.value or ended.wait(_READ_S) or os.getppid() != parent

@@ -118,7 +118,7 @@ def read(workdir: pathlib.Path) -> run_config.Config:
   """Reads the config of the run in a folder. Raises ValueError, OSError."""
   path = workdir / FILE
   try:
-    values = formats.taken('config', json_files.read(path), path)
+    values = formats.require('config', json_files.read(path), path)
     values.pop('brought', None)
     config = run_config.Config.from_dict(values)
   except formats.OtherFormat:

@@ -61,7 +61,7 @@ NO_MODEL = ModelDescription({}, {}, dict)  # of a program that asks what the syn
 def from_header(text: str, values: Callable[[], dict[str, Any]]) -> ModelDescription:
   """The inverse of `ModelDescription.header`. Raises ValueError if it is not one."""
   try:
-    given = formats.taken('model header', safe_json.parse_object(text), 'the model of this loop')
+    given = formats.require('model header', safe_json.parse_object(text), 'the model of this loop')
     shapes = {
       name: jax.ShapeDtypeStruct(tuple(shape), dtype)
       for name, (shape, dtype) in given['shapes'].items()

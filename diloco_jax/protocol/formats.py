@@ -63,7 +63,7 @@ def stamp(name: str) -> dict[str, Any]:
   return {_NUMBER: NUMBERS[name], _PROGRAM: version.__version__}
 
 
-def taken(name: str, values: dict[str, Any], subject: object) -> dict[str, Any]:
+def require(name: str, values: dict[str, Any], subject: object) -> dict[str, Any]:
   """The other fields of a JSON object. Raises OtherFormat."""
   if other := refusal(name, values.get(_NUMBER), subject, values.get(_PROGRAM)):
     raise OtherFormat(other)

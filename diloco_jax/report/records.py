@@ -283,7 +283,7 @@ class Tail:
   def _require_format(self, opening: dict[str, Any], size: int) -> None:
     """Raises OtherFormat, and again at the next call."""
     self.offset -= size
-    formats.taken('records', opening, self.path)
+    formats.require('records', opening, self.path)
     self.offset += size
 
   def _marked(self, marks: tuple[bytes, ...]) -> Iterator[bytes]:

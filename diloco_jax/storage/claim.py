@@ -85,7 +85,7 @@ def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
   place = f'{store.place}/{NAME}'
   try:
     values = json_files.unseal(safe_json.parse_object(stored.data))
-    content = formats.taken('claim', values, place).get('content')
+    content = formats.require('claim', values, place).get('content')
     return codec.decode(Content, content, 'it'), stored.generation
   except formats.OtherFormat as error:
     raise Denied(str(error)) from error

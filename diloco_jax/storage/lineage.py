@@ -85,7 +85,7 @@ def peek(workdir: pathlib.Path) -> Lineage | None:
   path = workdir / FILE
   try:
     values = json_files.unseal(json_files.read(path))
-    return codec.decode(Lineage, formats.taken('lineage', values, path), 'it')
+    return codec.decode(Lineage, formats.require('lineage', values, path), 'it')
   except FileNotFoundError:
     return None
   except formats.OtherFormat:

@@ -98,7 +98,7 @@ def _parse(data: bytes, place: object, name: str, run: str) -> Manifest:
   `name` or `run`."""
   try:
     values = json_files.unseal(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
-    manifest = codec.decode(Manifest, formats.taken('state', values, place).get('manifest'), 'it')
+    manifest = codec.decode(Manifest, formats.require('state', values, place).get('manifest'), 'it')
     if name not in ('', manifest.name):
       raise ValueError(f'it is that of {codec.short(manifest.name)}')
     if run not in ('', manifest.run):

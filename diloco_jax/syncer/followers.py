@@ -265,7 +265,7 @@ class Followers:
     try:
       data, count = next(requests, b''), len(self._fragments)
       values = safe_json.parse_object(data, _REQUEST_BYTES + _ITEM_BYTES * count)
-      fields = formats.taken('protocol', values, 'This follower')
+      fields = formats.require('protocol', values, 'This follower')
       if fields.get('layout') != self._layout or not _are_held(fields.get('held'), count):
         raise ValueError(
           'the follower has another model or other fragments than this run: give it the '

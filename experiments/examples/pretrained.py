@@ -131,12 +131,12 @@ def rope(path: pathlib.Path, config: dict[str, Any]) -> tuple[dict[str, Any], di
   if is_gemma3 and FULL in both:
     refuse_others(path, both, {FULL, SLIDING}, {})
     both, local = both[FULL], both.get(SLIDING, local)
-  for one in (both, local):
-    json_files.require_keys(f'{path}: RoPE', one, ROPE)
+  for half in (both, local):
+    json_files.require_keys(f'{path}: RoPE', half, ROPE)
     keys, wanted = ROPE, {'rope_type': 'default', 'type': 'default'}
-    if one is both and 'llama3' in (one.get('rope_type'), one.get('type')):
+    if half is both and 'llama3' in (half.get('rope_type'), half.get('type')):
       keys, wanted = ROPE | {'factor': float}, LLAMA3
-    refuse_others(path, json_files.require_keys(f'{path}: RoPE', one, keys), keys, wanted)
+    refuse_others(path, json_files.require_keys(f'{path}: RoPE', half, keys), keys, wanted)
   return both, local
 
 
@@ -172,7 +172,7 @@ def refuse_others(
   }:
     raise ValueError(f'{path}: the decoder has no {other}')
   known = {*known, *wanted}
-  if strange := {k: one for k, one in config.items() if one is not None and k not in known}:
+  if strange := {k: value for k, value in config.items() if value is not None and k not in known}:
     raise ValueError(
       f'{path} has {strange}, of which this reader does not know what it does to the logits: if it '
       'is without effect, remove it there'

@@ -40,8 +40,8 @@ def step(state, x_Bx8, y_B):
   loss_of = lambda model: jnp.mean((jax.vmap(model)(x_Bx8)[:, 0] - y_B) ** 2)
   loss, grads = eqx.filter_value_and_grad(lambda m: loss_of(m) * state.scale)(state.model)
   grads = jax.tree.map(lambda g: g / state.scale, grads)
-  mine = eqx.filter(state.model, eqx.is_inexact_array)
-  updates, opt_state = TX.update(grads, state.opt_state, mine)
+  params = eqx.filter(state.model, eqx.is_inexact_array)
+  updates, opt_state = TX.update(grads, state.opt_state, params)
   model = eqx.apply_updates(state.model, updates)
   mean = lambda old, new: 0.99 * old + 0.01 * new if eqx.is_inexact_array(old) else old
   scale = jnp.where(jnp.isfinite(loss), state.scale, state.scale / 2)

@@ -193,7 +193,7 @@ class Queue:
       self._changed.wait_for(lambda: self._held, ANSWER_S)
       if not self._held or not context.is_active():  # a killed trainer gets none
         return b''
-      self._held.sort(key=lambda one: one[0])
+      self._held.sort(key=lambda entry: entry[0])
       self._changed.notify_all()
       return self._held.pop()[1]
 
@@ -313,9 +313,12 @@ def run(
     return {'loss': 1 - rewards[-1], 'reward': rewards[-1]}
 
   proof = pathlib.Path(tls, 'syncer') if tls else None
-  made = {'total_steps': steps, 'shards': None, 'workdir': workdir, 'evaluate': evaluate}
-  made |= {'listen': listen, 'tls': proof}
-  with diloco_jax.run_syncer(init, sync=SYNC, **made) as server, contextlib.ExitStack() as cleanup:
+  settings = {'total_steps': steps, 'shards': None, 'workdir': workdir, 'evaluate': evaluate}
+  settings |= {'listen': listen, 'tls': proof}
+  with (
+    diloco_jax.run_syncer(init, sync=SYNC, **settings) as server,
+    contextlib.ExitStack() as cleanup,
+  ):
     socket = f'unix:{cleanup.enter_context(tempfile.TemporaryDirectory())}/queue'
     rollouts = cleanup.enter_context(contextlib.closing(Queue(queue or socket, proof)))
     cleanup.callback(lambda: [child.kill() for child in children.values()])

@@ -93,18 +93,20 @@ def kills(seed: int, learners: list[str], seconds: float) -> list[plans.Fault]:
 
 
 def program(
-  system: str, floor_s: float, one: supervisor_lib.LocalProgram
+  system: str, floor_s: float, local_program: supervisor_lib.LocalProgram
 ) -> supervisor_lib.LocalProgram | None:
   """The program of a system that runs instead of this one of a run of the package; None: none."""
-  python, option, *words = one.command
+  python, option, *words = local_program.command
   if words[: len(_SYNCER)] == _SYNCER and system == ELASTIC:
-    return dataclasses.replace(one, command=[python, option, _WAITS, *words[len(_SYNCER) :]])
+    return dataclasses.replace(
+      local_program, command=[python, option, _WAITS, *words[len(_SYNCER) :]]
+    )
   if words[: len(_PROGRAM)] != _PROGRAM:
-    return None if system == RESTART_ALL else one
+    return None if system == RESTART_ALL else local_program
   module = _DATA_PARALLEL if system == RESTART_ALL else _LEARNER
   command = [python, option, module, *words[len(_PROGRAM) :], f'--floor_s={floor_s}']
-  environment = {**one.environment, 'JAX_PLATFORMS': 'cpu'}
-  return dataclasses.replace(one, command=command, environment=environment)
+  environment = {**local_program.environment, 'JAX_PLATFORMS': 'cpu'}
+  return dataclasses.replace(local_program, command=command, environment=environment)
 
 
 def free_address() -> str:

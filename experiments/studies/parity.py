@@ -23,12 +23,12 @@ METHODS = ('data-parallel', 'decoupled', 'lone', 'streaming', 'diloco')
 
 def config(method: str, optimizer: str, rate: float, seed: int, quick: bool) -> run_config.Config:
   """The config of a method with the tokens of four learners; a lone learner has a quarter."""
-  made = arms.small(optimizer, rate, steps=300 if quick else 1000, seed=seed)
+  arm = arms.small(optimizer, rate, steps=300 if quick else 1000, seed=seed)
   if method == 'data-parallel':
-    return virtual.data_parallel(made)
+    return virtual.data_parallel(arm)
   if method == 'lone':
-    made.sync.learners = made.data.shards = 1
-  return arms.with_method(made, method)
+    arm.sync.learners = arm.data.shards = 1
+  return arms.with_method(arm, method)
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -58,15 +58,15 @@ def with_settings(quick: bool) -> list[arms.Arm]:
   planned = []
   for seed in study_lib.seeds(quick):
     for name, (method, optimizer, sync) in SETTINGS.items():
-      made = config(method, 'muon', arms.RATE, seed, quick)
-      for part, values in ((made.optimizer, optimizer), (made.sync, sync)):
+      changed = config(method, 'muon', arms.RATE, seed, quick)
+      for part, values in ((changed.optimizer, optimizer), (changed.sync, sync)):
         for field, value in values.items():
           setattr(part, field, value)
       planned.append(
         arms.Arm(
           study='parity',
           name=name,
-          config=made,
+          config=changed,
           kind='alone' if method == 'data-parallel' else 'train',
           against=f'data-parallel, muon {arms.RATE:g}',
         )

@@ -53,7 +53,7 @@ class Clock:
 
   def __init__(self):
     self._rounds, self._start = 0, ''
-    self.taken = collections.defaultdict(lambda: [0, 0])
+    self.used = collections.defaultdict(lambda: [0, 0])
     self._open, self._lock = threading.local(), threading.Lock()
 
   def measure(self, name: str, work: Callable[[], Any], waits: bool = False) -> Any:
@@ -74,12 +74,12 @@ class Clock:
 
   def add(self, name: str, cpu_ns: int, wall_ns: int) -> None:
     with self._lock:
-      self.taken[name][0] += cpu_ns
-      self.taken[name][1] += wall_ns
+      self.used[name][0] += cpu_ns
+      self.used[name][1] += wall_ns
 
   def round(self, path: str) -> None:
     """A round begins; writes what all since the round WARM have taken, with the process's CPU."""
-    now = json.dumps({'rounds': self._rounds, 'process': time.process_time_ns(), **self.taken})
+    now = json.dumps({'rounds': self._rounds, 'process': time.process_time_ns(), **self.used})
     if self._rounds == outer_round.WARM:
       self._start = now
     elif self._start:

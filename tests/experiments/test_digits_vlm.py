@@ -123,7 +123,7 @@ def test_shards_share_no_image():
   rows = [{row.tobytes() for i in range(batches) for row in shard[i]['image']} for shard in shards]
   assert len(set.union(*rows)) == sum(map(len, rows))
   first, again = (data_lib.eval_batches(loaded, config) for _ in range(2))
-  assert [one['text'].shape for one in first] == [(32, 27)] * 2
+  assert [window['text'].shape for window in first] == [(32, 27)] * 2
   np.testing.assert_array_equal(first[1]['image'], again[1]['image'])
 
 
@@ -142,7 +142,7 @@ def test_the_suite_asks_which_digit_a_held_out_image_shows(model, data):
   assert (score.percent, score.error, len(score.right_N)) == (100, 0, 360)
   others = evaluate.scores(task, np.roll(texts_NxL, 1, axis=0), task.suite(400))['digits']
   digits = [text.split()[1] for text in texts]
-  alike = np.mean([one == other for one, other in zip(digits, np.roll(digits, 1))])
+  alike = np.mean([digit == other for digit, other in zip(digits, np.roll(digits, 1))])
   assert others.percent == pytest.approx(100 * alike)
   assert len(task.suite(5)['digits'].right_N) == 5
 

@@ -58,8 +58,8 @@ def _model(tmp_path_factory) -> pathlib.Path:
   folder.mkdir()
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     shutil.copy(LLAMA / name, folder)
-  told = json.loads((LLAMA / 'config.json').read_text('utf-8')) | WIDE
-  (folder / 'config.json').write_text(json.dumps(told), 'utf-8')
+  settings = json.loads((LLAMA / 'config.json').read_text('utf-8')) | WIDE
+  (folder / 'config.json').write_text(json.dumps(settings), 'utf-8')
   config = pretrained.model_config(folder)
   tensors = decoder.export(config, jax.tree.map(np.asarray, decoder.initial_params(config, 0)))
   arrays.export(folder / hugging_face.FILE, tensors, {'format': 'pt'})
@@ -101,7 +101,7 @@ def test_three_learners_learn_and_the_export_is_in_the_layout_of_the_model(model
 
   config = (folder / 'out' / 'config.json').read_bytes()
   assert config == (model / 'config.json').read_bytes()
-  files = (one / hugging_face.FILE for one in (model, folder / 'out'))
+  files = (place / hugging_face.FILE for place in (model, folder / 'out'))
   begun, ended = (
     {key: tensor.map() for key, tensor in arrays.tensors_in(file).items()} for file in files
   )

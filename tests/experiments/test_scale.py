@@ -116,9 +116,9 @@ def test_the_grid_ends_with_every_method_at_every_size(whole):
     for ratio in (scale.SHORT, scale.LONG):
       for optimizer in scale.BOTH:
         for method in scale.METHODS:
-          one = scale.Case(size, ratio, optimizer, *method)
-          rate = scale.rates(one, book)[1]
-          seeds = [book.row(scale.arm(one, rate, seed)) is not None for seed in range(3)]
+          planned = scale.Case(size, ratio, optimizer, *method)
+          rate = scale.rates(planned, book)[1]
+          seeds = [book.row(scale.arm(planned, rate, seed)) is not None for seed in range(3)]
           assert sum(seeds) == (2 if size == '1.8M' else 3)
 
 
@@ -220,7 +220,9 @@ def test_a_new_record_of_each_size_is_an_entry_and_gets_its_row(size, monkeypatc
   fields = records.WEIGHT | records.exchange('int2', 3, 2)
   monkeypatch.setattr(records, 'RECORDS', (records.Record(size, 4, 7e-3, fields, 2),))
   book = study_lib.Book()
-  missing = [one for one in records.STUDY.missing(False, book) if one.name.startswith(size)]
+  missing = [
+    absent for absent in records.STUDY.missing(False, book) if absent.name.startswith(size)
+  ]
   assert len(missing) == 2 + records.BASELINES[size].seeds
   for arm in missing:
     loss = 1.5 if arm.kind == 'alone' else 1.53

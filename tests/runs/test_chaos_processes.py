@@ -76,7 +76,7 @@ def test_the_run_succeeds_and_every_invariant_holds(run):
 @pytest.mark.parametrize('kind', PLAN)
 def test_untouched_learners_continue_and_the_victim_recovers(run, kind):
   fault_run = run.fault_runs[kind]
-  assert fault_run.found and fault_run.node == VICTIMS[kind]
+  assert fault_run.has_victim and fault_run.node == VICTIMS[kind]
   span = (fault_run.began_s, fault_run.ended_s)
   assert fault_run.ended_s - fault_run.began_s >= 3  # two leases
   assert chaos_report.within(run.facts.merges_s, *span) >= 3

@@ -25,7 +25,7 @@ from diloco_jax.verification.faults import conductor as conductor_lib
 from tests import programs
 from tests.runs.lib import (
   conductor,
-  gated_loop,
+  examples,
   hosts_bits,
   hosts_loop,
   promises,
@@ -197,7 +197,7 @@ def _start_hosts(monkeypatch):
 @pytest.mark.parametrize('bug', [0, 30])
 def test_a_loop_on_two_hosts_learns_with_a_plain_one(start_hosts, tmp_path, bug):
   """Or, if it has a bug on one host, ends on both."""
-  module, sync = gated_loop.example('loop_optax'), hosts_loop.sync(bug)
+  module, sync = examples.load('loop_optax'), hosts_loop.sync(bug)
   with diloco_jax.run_syncer(
     total_steps=module.STEPS, sync=sync, workdir=tmp_path / 'syncer'
   ) as server:

@@ -76,7 +76,7 @@ def test_the_surfaces_say_what_ps_says(world):
                         ('l5', 'behind'), ('l6', 'go')):  # fmt: skip
     world.loop(learner, mode, here=learner != 'l6')
   world.until('all have joined', lambda: sum(
-    one['step'] > 20 for one in world.state()['learners'].values()) == 7)  # fmt: skip
+    row['step'] > 20 for row in world.state()['learners'].values()) == 7)  # fmt: skip
   assert world.state()['condition']['state'] == 'training'
   world.processes['l2'].send(signal.SIGKILL)
   world.processes['l3'].send(signal.SIGSTOP)
@@ -99,7 +99,7 @@ def test_the_surfaces_say_what_ps_says(world):
   rates = {name: row['tokens_per_second'] > 0 for name, row in now['learners'].items()}
   assert rates == {name: name in ('l0', 'l5', 'l6') for name in truth}
   notices = '\n'.join(now['notices'])
-  assert all(re.search(rf'^{one}: ', notices, re.M) for one in ('l1', 'l2', 'l3', 'l4'))
+  assert all(re.search(rf'^{lost}: ', notices, re.M) for lost in ('l1', 'l2', 'l3', 'l4'))
   world.until('a line', lambda: re.search('l1 on .* has made no step', world.log('syncer')))
   assert 'reads its next batch (wait in threading.py' in world.log('l1')
   assert 'unreachable' not in world.log('l1')

@@ -67,8 +67,8 @@ def remembered() -> dict[str, int]:
 
 def _search(name: str, seed: int | None) -> Catch:
   """Tries the remembered seed before all others."""
-  if seed is not None and (found := catch(name, [seed])).right:
-    return found
+  if seed is not None and (caught := catch(name, [seed])).right:
+    return caught
   return catch(name, SEARCHED)
 
 
@@ -80,14 +80,14 @@ def main() -> int:
   ) as pool:
     searches = [pool.submit(_search, name, known.get(name)) for name in mutants.MUTANTS]
     for search in concurrent.futures.as_completed(searches):
-      found = search.result()
+      caught = search.result()
       print(
-        f'{found.mutant:34} seed {found.seed}, by {found.invariant}: {found.detail}', flush=True
+        f'{caught.mutant:34} seed {caught.seed}, by {caught.invariant}: {caught.detail}', flush=True
       )
-      known.pop(found.mutant, None)
-      if found.right:
-        known[found.mutant] = found.seed
-      wrong += not found.right
+      known.pop(caught.mutant, None)
+      if caught.right:
+        known[caught.mutant] = caught.seed
+      wrong += not caught.right
       PATH.write_text(json.dumps(dict(sorted(known.items())), indent=1) + '\n')
   return int(wrong > 0)
 

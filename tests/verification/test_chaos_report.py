@@ -69,6 +69,6 @@ def test_whoever_stands_still_is_complained_of():
 
 def test_a_fault_that_found_nobody_is_no_complaint():
   nobody = freeze(recovered_s=None)
-  nobody.found = False
+  nobody.has_victim = False
   assert chaos_report.complaints(run_of(), [nobody]) == []
   assert 'found no process' in chaos_report.text(run_of(), [nobody])

@@ -63,7 +63,7 @@ def sizes(root: Any) -> collections.Counter[str]:
   """The elements of all collections that an object reaches, by the way there, without the calls
   that are to come; None is none."""
   seen: set[int] = set()
-  found: collections.Counter[str] = collections.Counter()
+  counted: collections.Counter[str] = collections.Counter()
   todo = [(root, type(root).__name__)]
   while todo:
     item, way = todo.pop()
@@ -72,13 +72,13 @@ def sizes(root: Any) -> collections.Counter[str]:
     seen.add(id(item))
     if isinstance(item, list | tuple | set | frozenset | collections.deque | dict):
       inside = list(item.values() if isinstance(item, dict) else item)
-      found[way] += sum(each is not None for each in inside)
+      counted[way] += sum(each is not None for each in inside)
       todo += ((each, f'{way}[]') for each in inside)
     else:
       slots = [name for kind in type(item).__mro__ for name in getattr(kind, '__slots__', ())]
       names = (*getattr(item, '__dict__', ()), *slots)
       todo += ((getattr(item, name, None), f'{way}.{name}') for name in names)
-  return found
+  return counted
 
 
 @pytest.mark.long

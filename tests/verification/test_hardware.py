@@ -34,15 +34,15 @@ def test_failures_stretch_work_by_pauses_and_by_missing_slices():
   engine, spans = engine_lib.Engine(), []
   slices = hardware.Slices(chips=10**6, count=7, mtbi_s=5e7)  # a failure in 50 s
   island = hardware.island(engine, 1, 'l0', slices)
-  one = 600 * SECOND
+  work_ns = 600 * SECOND
   for _ in range(30):
     before = island.able, engine.now_ns
-    island.begin(one, lambda: spans.append(engine.now_ns - before[1]))
+    island.begin(work_ns, lambda: spans.append(engine.now_ns - before[1]))
     number = len(spans)
     engine.run(1 << 62, done=lambda: len(spans) > number)
     island.settle()
-    assert 0 <= island.able - before[0] - 7 * one <= 100  # slice-ns: rounded once per change
-  assert min(spans) > one and len(set(spans)) == 30
+    assert 0 <= island.able - before[0] - 7 * work_ns <= 100  # slice-ns: rounded once per change
+  assert min(spans) > work_ns and len(set(spans)) == 30
   assert island.able == island.busy < 7 * island.up_ns
 
 
@@ -55,12 +55,12 @@ def test_the_goodput_of_islands_is_that_of_the_closed_form():
 
 def test_uptime_is_that_of_independent_islands():
   fleet = islands.alone(hardware.of_chips(600_000), 2, 48)
-  one = fleet.uptime(2) + (fleet.uptime(1) - fleet.uptime(2)) / 2  # share of time that one runs
-  assert fleet.uptime(0) == 1 and abs(fleet.uptime(1) - (1 - (1 - one) ** 2)) < 0.01
+  able = fleet.uptime(2) + (fleet.uptime(1) - fleet.uptime(2)) / 2  # share of time that one runs
+  assert fleet.uptime(0) == 1 and abs(fleet.uptime(1) - (1 - (1 - able) ** 2)) < 0.01
 
 
 def test_all_islands_of_a_fleet_cost_by_their_failures_and_repeat():
-  one, again = (islands.alone(hardware.of_chips(10_000), 16, 100, seed=4) for _ in range(2))
+  first, again = (islands.alone(hardware.of_chips(10_000), 16, 100, seed=4) for _ in range(2))
   other = islands.alone(hardware.of_chips(10_000), 16, 100, seed=5)
-  assert one.goodput == again.goodput != other.goodput
-  assert all(a >= b for a, b in itertools.pairwise(one.uptime(k) for k in range(17)))
+  assert first.goodput == again.goodput != other.goodput
+  assert all(a >= b for a, b in itertools.pairwise(first.uptime(k) for k in range(17)))

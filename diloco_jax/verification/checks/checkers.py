@@ -98,8 +98,8 @@ class Checkers(observers.Observer):
 
   def _register(self) -> None:
     """Fills the tables from kinds to the methods that check them, then to the model's updates."""
-    for one in self.invariants.values():
-      for method in (getattr(one, name) for name in dir(one)):
+    for checker in self.invariants.values():
+      for method in (getattr(checker, name) for name in dir(checker)):
         for mark, table in (('_on', self._on), ('_after', self._after)):
           for role, kind in getattr(method, mark, ()):
             table[role][kind] = (*table[role].get(kind, ()), method)
@@ -147,13 +147,13 @@ class Checkers(observers.Observer):
 
   def died(self, now_ns: int, process: ObservedProcess, killed: bool) -> None:
     book = self.run.died(process)
-    for one in self.invariants.values():
-      one.died(now_ns, book, killed)
+    for checker in self.invariants.values():
+      checker.died(now_ns, book, killed)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; only the simulated world reports this."""
-    for one in self.invariants.values():
-      one.logged(now_ns, note)
+    for checker in self.invariants.values():
+      checker.logged(now_ns, note)
     self.run.logged(note)
 
   def healed(self, now_ns: int) -> None:
@@ -162,5 +162,5 @@ class Checkers(observers.Observer):
 
   def finished(self, now_ns: int) -> None:
     """The run is over: checks what must be true of it as a whole, as far as it came to its end."""
-    for one in self.invariants.values():
-      one.finished(now_ns)
+    for checker in self.invariants.values():
+      checker.finished(now_ns)

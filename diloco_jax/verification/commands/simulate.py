@@ -121,11 +121,16 @@ def _many(first: int, beyond: int) -> int:
 
 
 def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
-  failed = sorted((one for one in outcomes if one.violation), key=lambda one: one.seed)
+  failed = sorted(
+    (seed_run for seed_run in outcomes if seed_run.violation), key=lambda seed_run: seed_run.seed
+  )
   for outcome in failed[:_VIOLATIONS_SHOWN]:
     print(many_seeds.explain(outcome, tapes.commit()), end='\n\n')
   if len(failed) > _VIOLATIONS_SHOWN:
-    print('more violations: seeds', ' '.join(str(one.seed) for one in failed[_VIOLATIONS_SHOWN:]))
+    print(
+      'more violations: seeds',
+      ' '.join(str(seed_run.seed) for seed_run in failed[_VIOLATIONS_SHOWN:]),
+    )
   if not failed:
     print('no violation')
   return 1 if failed else 0

@@ -21,7 +21,7 @@ class FaultRun:
   amount: int = 0
   began_s: float = 0.0
   ended_s: float = 0.0
-  found: bool = True
+  has_victim: bool = True
   recovered_s: float | None = None  # the first merge with its victim afterwards
 
 
@@ -71,7 +71,7 @@ def _describe_fault_run(
     return f'{at_s - start_s:6.1f}'
 
   what = f'{fault_run.kind} {fault_run.node}'
-  if not fault_run.found:
+  if not fault_run.has_victim:
     return f'{at(fault_run.began_s)}         {what:18} found no process'
   span = (fault_run.began_s, fault_run.ended_s)
   steps = ', '.join(f'{name} {within(step_times(run, name), *span)}' for name in others)
@@ -103,21 +103,21 @@ def _describe_ledger(ledger: facts.Ledger | None) -> list[str]:
 def complaints(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
   """The broken promises: untouched learners step and are merged during faults, victims recover, no
   token is unaccounted for."""
-  found = []
+  lines = []
   for fault_run in fault_runs:
-    if not fault_run.found:
+    if not fault_run.has_victim:
       continue
     what, span = f'{fault_run.kind} of {fault_run.node}', (fault_run.began_s, fault_run.ended_s)
     if not within(run.merges_s, *span):
-      found.append(f'no outer step during the {what}')
-    found += [
+      lines.append(f'no outer step during the {what}')
+    lines += [
       f'{name} took no step during the {what}'
       for name in untouched(run, fault_runs)
       if not within(step_times(run, name), *span)
     ]
     if fault_run.recovered_s is None:
-      found.append(f'after the {what} it was not merged again')
+      lines.append(f'after the {what} it was not merged again')
   ledger = run.ledger
   if ledger is None or ledger.unsettled or balance(dataclasses.asdict(ledger)):
-    found.append('the ledger does not add up, or has unsettled tokens')
-  return found
+    lines.append('the ledger does not add up, or has unsettled tokens')
+  return lines

@@ -132,8 +132,8 @@ class ChaosRun(conductor_lib.Conductor):
           kind=fault.kind, node=node, amount=fault.amount, began_s=self._now_s()
         )
         self.fault_runs.append(fault_run)
-        fault_run.found = self._begin(fault)
-        if fault_run.found:
+        fault_run.has_victim = self._begin(fault)
+        if fault_run.has_victim:
           await self._run_fault(fault, fault_run)
         self._recorder.report(fault_run)
 

@@ -207,8 +207,8 @@ def play(
 
 async def _play(conducted: Conductor, deadline_s: float | None) -> supervisor_lib.Outcome:
   running, playing, watching = tasks = [
-    asyncio.create_task(one)
-    for one in (conducted.supervisor.run(), conducted.carry_out(), conducted.watch())
+    asyncio.create_task(coroutine)
+    for coroutine in (conducted.supervisor.run(), conducted.carry_out(), conducted.watch())
   ]
   try:
     async with asyncio.timeout(deadline_s):

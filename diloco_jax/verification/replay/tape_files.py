@@ -62,10 +62,10 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
   """
   if path.is_dir():
     folder = path / tapes.TAPES if (path / tapes.TAPES).is_dir() else path
-    found = tapes.process_tapes(folder)
-    if not found:
+    process_tapes = tapes.process_tapes(folder)
+    if not process_tapes:
       raise ValueError(f'there are no tapes in {folder} (NODE.LIFE.SEGMENT.jsonl)')
-    return found
+    return process_tapes
   if not path.is_file():
     raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
   if not tapes.NAME.fullmatch(path.name):

@@ -67,10 +67,10 @@ def _message(message: Any) -> str:
     case messages.Joined(
       incarnation=incarnation, clock=step, shard=v, cursor=cursor, due=due, settled=settled
     ):
-      told = (
+      text = (
         f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
-      return told + (f', settled to {list(settled)}' if any(settled) else '')
+      return text + (f', settled to {list(settled)}' if any(settled) else '')
     case messages.Pull(sync=sync, fragment=p, now=now):
       return f'Pull sync {sync} fragment {p}{", now" if now else ""}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):
@@ -81,8 +81,8 @@ def _message(message: Any) -> str:
       fragment=p, version=version, base_version=base, settled_to=upto, keep=keep
     ):
       kind = 'whole' if base is None else 'delta'
-      told = f'Publish version {version} of fragment {p}, {kind}, settled to {upto}'
-      return told + ('' if keep else ', keep nothing')
+      text = f'Publish version {version} of fragment {p}, {kind}, settled to {upto}'
+      return text + ('' if keep else ', keep nothing')
     case messages.Settled(sync=sync, merged=merged, reason=reason):
       return f'Settled sync {sync}: {"merged" if merged else reason}'
     case messages.Refused(code=code, retry_ns=retry_ns):

@@ -123,7 +123,7 @@ DURABILITY_KINDS = ('kill', 'nan', 'disk_full', 'fsync_fails', 'rot')  # these n
 
 def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
   """Faults of each kind, with their own rate and their own random stream."""
-  found = []
+  faults = []
   for node in (plans.SYNCER, *(f'l{i}' for i in range(learners))):
     kinds = SYNCER_KINDS if node == plans.SYNCER else plans.KINDS + plans.SIMULATED_KINDS
     for kind in kinds:
@@ -132,7 +132,7 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
       draw = random_streams.random_stream(seed, 'plan', node, kind)
       often = node == plans.SYNCER and kind in DURABILITY_KINDS
       for _ in range(max(0, draw.randrange(-4, 4) if often else draw.randrange(-12, 3))):
-        found.append(
+        faults.append(
           plans.Fault(
             at_ns=draw.randrange(until_ns),
             kind=kind,
@@ -141,7 +141,7 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
             amount=draw.choice(AMOUNTS.get(kind, (0,))),
           )
         )
-  return sorted(found, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
+  return sorted(faults, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
 
 
 def _with_slow_link(seed: int, setting: Setting) -> Setting:

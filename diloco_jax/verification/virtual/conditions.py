@@ -179,7 +179,7 @@ def deaths(
 ) -> list[plans.Fault]:
   """All faults of a run in the order of time: those of the plan, and deaths until a time. Those of
   a longer time begin with those of a shorter one."""
-  found = list(faults.plan)
+  planned = list(faults.plan)
   for name in learners if faults.death_every else ():
     draw = random_streams.random_stream(seed, 'deaths', name)
     at_ns, down_ns = 0, hardware.ns(faults.down)
@@ -187,9 +187,9 @@ def deaths(
       at_ns += hardware.ns(draw.expovariate(1 / faults.death_every))
       if at_ns >= until_ns:
         break
-      found.append(plans.Fault(at_ns=at_ns, kind='kill', node=name, for_ns=down_ns))
+      planned.append(plans.Fault(at_ns=at_ns, kind='kill', node=name, for_ns=down_ns))
       at_ns += down_ns
-  return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
+  return sorted(planned, key=lambda fault: (fault.at_ns, fault.node))
 
 
 def _not_negative(conditions: Any) -> None:

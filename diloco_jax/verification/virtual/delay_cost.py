@@ -85,7 +85,7 @@ def expected(law: Law, strength: float, steps: int, parameters: float) -> Cost:
   [0.1, 0.05, 0.2]
   """
   x = terms(strength, steps, parameters)
-  middle = sum(one * of for one, of in zip(law.line, x, strict=True))
+  middle = sum(weight * of for weight, of in zip(law.line, x, strict=True))
   apart = sum(value * row[n] * x[n] for value, row in zip(x, law.uncertain) for n in range(len(x)))
   wide = law.spread * math.sqrt(1 + apart)
   return Cost(*(math.exp(end) for end in (middle, middle - wide, middle + wide)))

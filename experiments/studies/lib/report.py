@@ -123,12 +123,12 @@ def _mean(rows: list[study_lib.Row], name: str, form: str) -> str:
 def _behind(rows: list[study_lib.Row]) -> str:
   """Of each seed; of four and more seeds also the mean and its standard error. The differences are
   paired: two arms of a seed have the same data and the same initial parameters."""
-  found = [row['behind'] for row in rows if row['behind'] is not None]
-  each = ', '.join(f'{share:+.2%}' for share in found)
-  if len(found) < 4 or not any(found):
+  shares_behind = [row['behind'] for row in rows if row['behind'] is not None]
+  each = ', '.join(f'{share:+.2%}' for share in shares_behind)
+  if len(shares_behind) < 4 or not any(shares_behind):
     return each
-  error = statistics.stdev(found) / len(found) ** 0.5
-  return f'{statistics.mean(found):+.2%} ± {error:.2%} ({each})'
+  error = statistics.stdev(shares_behind) / len(shares_behind) ** 0.5
+  return f'{statistics.mean(shares_behind):+.2%} ± {error:.2%} ({each})'
 
 
 def _merged(rows: list[study_lib.Row]) -> str:

@@ -105,20 +105,20 @@ def at_best_rates(
   planned, baseline = [], ''
   for method in methods:
 
-    def one(
+    def arm_of(
       rate: float, seed: int = seeds[0], method: str = method, against: str = baseline
     ) -> arms.Arm:
       return make(method, rate, seed, against)
 
     if quick:
-      found, best = [one(rates[-1])], rates[-1]
+      tried, best = [arm_of(rates[-1])], rates[-1]
     else:
-      found, best = best_rate(one, rates, book)
-    planned += found
+      tried, best = best_rate(arm_of, rates, book)
+    planned += tried
     if best is not None:
-      planned += [one(best, seed) for seed in seeds[1:]]
+      planned += [arm_of(best, seed) for seed in seeds[1:]]
       if method == methods[0]:
-        baseline = one(best).name
+        baseline = arm_of(best).name
   return planned
 
 

@@ -135,7 +135,7 @@ def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm],
   begin = own(near, case.ratio)
   if begin is None or None in law:
     return [], None
-  apart = lambda one, other: math.log(parameters(other) / parameters(one))
+  apart = lambda size, other: math.log(parameters(other) / parameters(size))
   moved = math.log2(law[1] / law[0]) * apart(near, case.size) / apart(SMALL, MIDDLE)
   rate = begin * 2 ** round(moved)
   checked = near == SMALL or case.ratio == SHORT
@@ -191,7 +191,7 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       searched, rate = rates(case, book)
       against = baseline(case, book)
       searched += tuple(arm(case, rate, seed, against) for seed in range(seeds) if rate)
-      planned |= {one.key: one for one in searched}
+      planned |= {found_arm.key: found_arm for found_arm in searched}
   return list(planned.values())
 
 
@@ -200,12 +200,12 @@ def results(quick: bool, book: study_lib.Book) -> list[fit.Result]:
   lines = []
   for case in dict.fromkeys(case for stage in stages(quick) for case in stage):
     both = case, case._replace(method=BASE[0], learners=BASE[1])
-    chosen = [rates(one, book)[1] for one in both]
+    chosen = [rates(compared, book)[1] for compared in both]
     if case == both[1] or None in chosen:
       continue
     row = lambda of, seed, both=both, chosen=chosen: book.row(arm(both[of], chosen[of], seed))
     pairs = [(row(0, seed), row(1, seed)) for seed in range(3)]
-    losses = [(mine['loss'], base['loss']) for mine, base in pairs if mine and base]
+    losses = [(loss['loss'], base['loss']) for loss, base in pairs if loss and base]
     if losses:
       lines.append(fit.Result(case, parameters(case.size), chosen, losses))
   return lines

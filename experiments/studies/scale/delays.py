@@ -107,11 +107,11 @@ def _delays(size: str, ratio: int) -> tuple[Delay, ...]:
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   """The costs by size and length, the laws, and what they say of the runs that are not in them."""
   del out
-  found = costs(quick, book)
-  laws = fit(found)
+  measured = costs(quick, book)
+  laws = fit(measured)
   lines = ['| | T | ' + ' | '.join(map(str, DELAYS)) + ' |', '|---|---|' + '---|' * len(DELAYS)]
-  for size, ratio in dict.fromkeys((size, ratio) for size, ratio, _ in found):
-    cells = [found.get((size, ratio, delay), []) for delay in DELAYS]
+  for size, ratio in dict.fromkeys((size, ratio) for size, ratio, _ in measured):
+    cells = [measured.get((size, ratio, delay), []) for delay in DELAYS]
     text = [', '.join(f'{change:+.2%}' for change in cell) for cell in cells]
     lines.append(f'| {size} x{ratio} | {_steps(size, ratio)} | ' + ' | '.join(text) + ' |')
   lines += ['', '| kind | ln c | strength | T | N | spread |', '|---|---|---|---|---|---|']
@@ -119,7 +119,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
     cells = [*(f'{factor:.3f}' for factor in law.line), f'{math.exp(law.spread):.2f}']
     lines.append(f'| {kind} | ' + ' | '.join(cells) + ' |')
   lines += ['', '| not in the fit | cost | expected | |', '|---|---|---|---|']
-  for (size, ratio, delay), seeds in found.items():
+  for (size, ratio, delay), seeds in measured.items():
     law, cost = laws.get(_kind(delay)), statistics.mean(seeds)
     if (size, ratio) not in HELD_OUT or law is None:
       continue
@@ -166,7 +166,7 @@ def costs(quick: bool, book: study_lib.Book) -> dict[tuple[str, int, Delay], lis
   changes: dict[tuple[str, int, Delay], list[float]] = {}
   for (size, ratio), seeds in _cases(quick).items():
     for delay, seed in itertools.product(_delays(size, ratio), range(seeds)):
-      row, without = (book.row(_arm(size, ratio, one, seed)) for one in (delay, WITHOUT))
+      row, without = (book.row(_arm(size, ratio, lag, seed)) for lag in (delay, WITHOUT))
       if row and without:
         changes.setdefault((size, ratio, delay), []).append(row['loss'] / without['loss'] - 1)
   return changes

@@ -84,8 +84,8 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
   rows += ['|---|---|---|---|---|']
   show = '{:+.2%} ({:+.2%} to {:+.2%})'.format
   for case, members in groups.items():
-    if found := trend(members):
-      far, decade = (show(*one) for one in found)
+    if law := trend(members):
+      far, decade = (show(*part) for part in law)
       law_of_gap = trend(members, power=True)
       power = show(*law_of_gap[0]) if law_of_gap else ''
       sizes = ' '.join(member.case.size for member in members)
@@ -130,7 +130,9 @@ def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> No
       (max(sizes), FAR, '-.' if power else ':'),
     ):
       x = np.geomspace(begin, end)
-      if found := [trend(members, one, power) for one in x if trend(members, one, power)]:
-        middle, low, high = 100 * np.array([far for far, _ in found]).T
+      if trends := [
+        trend(members, exponent, power) for exponent in x if trend(members, exponent, power)
+      ]:
+        middle, low, high = 100 * np.array([far for far, _ in trends]).T
         axes.plot(x, middle, style, color=color)
         axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)

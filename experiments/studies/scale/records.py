@@ -91,8 +91,8 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   lines = ['| size, learners | gap | settings | MB | seeds | hash |', '|---|---|---|---|---|---|']
   for record in _records(quick):
     rows, base = (
-      {seed: row for seed in range(3) if (row := book.row(_arm(one, seed, quick)))}
-      for one in (record, BASELINES[record.size])
+      {seed: row for seed in range(3) if (row := book.row(_arm(either, seed, quick)))}
+      for either in (record, BASELINES[record.size])
     )
     if record.learners == 1 or 0 not in rows:
       continue

@@ -186,13 +186,13 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   ]
   for case, names, seeds in QUICK if quick else CASES:
     names = (BASE, 'H=1', *names) if names[0] in AGES else (BASE, *names)
-    found = {name: _losses(case, name, seeds, book) for name in names}
-    for name, losses in found.items() if any([*found.values()][1:]) else ():
+    by_rung = {name: _losses(case, name, seeds, book) for name in names}
+    for name, losses in by_rung.items() if any([*by_rung.values()][1:]) else ():
       if losses:
-        before, rate = found.get(_before(name, tuple(found)), {}), _search(case, name, book)[1]
+        before, rate = by_rung.get(_before(name, tuple(by_rung)), {}), _search(case, name, book)[1]
         cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
         cells += [f'{statistics.mean(losses.values()):.4f}', report.changes(losses, before)]
-        lines.append('| ' + ' | '.join([*cells, report.changes(losses, found[BASE])]) + ' |')
+        lines.append('| ' + ' | '.join([*cells, report.changes(losses, by_rung[BASE])]) + ' |')
   return '\n'.join([*dict.fromkeys(lines), ''])  # cases share rungs
 
 

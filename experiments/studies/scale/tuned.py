@@ -123,9 +123,9 @@ def _settings(size: str, method: str) -> list[str]:
   if size == scale.MIDDLE:
     known = ['as set', *MIDDLE_SETTINGS[method]] if method in MIDDLE_SETTINGS else []
   elif size == LARGE:
-    known = [one for its, one in LARGE_RATES if its == method]
-  known = [one for one in known if near(one) or not _beside(one)]
-  return [one for one in known if (learners > 1 or inner(one)) and whole(one)]
+    known = [setting for of, setting in LARGE_RATES if of == method]
+  known = [setting for setting in known if near(setting) or not _beside(setting)]
+  return [setting for setting in known if (learners > 1 or inner(setting)) and whole(setting)]
 
 
 def _beside(setting: str) -> bool:
@@ -158,7 +158,8 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   for size in _sizes(quick):
     for method in METHODS:
       for setting in _settings(size, method):
-        planned |= {one.key: one for one in _search(size, method, setting, quick, book)[0]}
+        for searched in _search(size, method, setting, quick, book)[0]:
+          planned[searched.key] = searched
     for method in METHODS:
       for choice in _chosen(size, method, quick, book):
         for seed in SEEDS[: 1 if quick else None]:
@@ -172,10 +173,10 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   del out
   lines = ['| seed 0 | ' + ' | '.join(METHODS) + ' |', '|---|' + '---|' * len(METHODS)]
   for size in _sizes(quick):
-    known = {one for method in METHODS for one in _settings(size, method)}
-    for setting in (one for one in SETTINGS if one in known):
+    known = {setting for method in METHODS for setting in _settings(size, method)}
+    for setting in filter(known.__contains__, SETTINGS):
       choices = [_search(size, method, setting, quick, book)[1] for method in METHODS]
-      cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in choices]
+      cells = [f'{best.loss:.4f} ({best.rate:g})' if best else '' for best in choices]
       lines += [f'| {size}, {setting} | ' + ' | '.join(cells) + ' |'] * any(choices)
   lines += ['', '| all seeds | rate | loss | gap to the best baseline |', '|---|---|---|---|']
   for size in _sizes(quick):

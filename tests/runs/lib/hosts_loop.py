@@ -15,7 +15,7 @@ import diloco_jax
 from diloco_jax.config import run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.train import mesh as mesh_lib
-from tests.runs.lib import gated_loop
+from tests.runs.lib import examples
 
 HOSTS, DEVICES = 2, 2  # DEVICES on each
 SPLIT = {'table': PartitionSpec('all'), 'hidden': PartitionSpec(None, 'all')}
@@ -32,7 +32,7 @@ def main(learner: str, syncer: str, workdir: str, bug: str, host: str, coordinat
   jax.config.update('jax_num_cpu_devices', DEVICES)
   jax.config.update('jax_enable_preemption_service', False)
   jax.distributed.initialize(coordinator, HOSTS, int(host), heartbeat_timeout_seconds=20)
-  loop = gated_loop.example('loop_optax')
+  loop = examples.load('loop_optax')
   mesh = jax.make_mesh((HOSTS * DEVICES,), ('all',), axis_types=(jax.sharding.AxisType.Auto,))
   at = lambda name: NamedSharding(mesh, SPLIT.get(name, PartitionSpec()))
   params = {name: mesh_lib.put(np.asarray(leaf), at(name)) for name, leaf in loop.init().items()}

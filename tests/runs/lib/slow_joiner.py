@@ -45,11 +45,11 @@ class Bytes:
   def __init__(self, store: payloads_lib.PayloadStore, size: int):
     self._store, self._size = store, size
     self.payload = messages.Payload(size_bytes=size, crc32=zlib.crc32(bytes(size)))
-    self.made, self.alive, self.most_alive = 0, set(), 0
+    self.read_count, self.alive, self.most_alive = 0, set(), 0
 
   def put(self) -> int:
-    data, number = np.zeros(self._size, np.uint8), self.made
-    self.made += 1
+    data, number = np.zeros(self._size, np.uint8), self.read_count
+    self.read_count += 1
     self.alive.add(number)
     weakref.finalize(data, self.alive.discard, number)
     self.most_alive = max(self.most_alive, len(self.alive))
@@ -249,7 +249,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     transport.shutdown(0.0)
   slow.close()
   wholes = work.wholes
-  say(f'{took_s:7.2f} s  {wholes.made} whole fragments were read, {wholes.most_alive} at once')
+  say(f'{took_s:7.2f} s  {wholes.read_count} whole fragments were read, {wholes.most_alive} at once')
   sizes.most_wholes = wholes.most_alive
   return took_s if contributes else float('inf')
 

@@ -112,7 +112,7 @@ class Lineage:
       self,
       **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(holder) for name, holder in self.holders.items()},
-      accounts={key: one.copy() for key, one in self.accounts.items()},
+      accounts={key: tally.copy() for key, tally in self.accounts.items()},
       batches=dict(self.batches),
       readers=dict(self.readers),
     )

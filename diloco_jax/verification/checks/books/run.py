@@ -149,7 +149,7 @@ class Run:
       self.durable = min(self.durable, number)  # until the next fact about the log
     for p, history in enumerate(self.history):
       version = lineage.versions[p]
-      for lost in [one for one in history if one > version]:
+      for lost in [recorded for recorded in history if recorded > version]:
         self.lost.add((p, lost, history.pop(lost)))
       if version not in history and version - 1 in history:
         # It is durable, but no learner had been told.

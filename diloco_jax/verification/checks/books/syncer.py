@@ -361,11 +361,11 @@ class SyncerBook:
     sync = self.syncs[merge.sync]
     sync.merging, self.merges = merge, self.merges + 1
     sync.merged = tuple(sync.payloads[participant.payload_id] for participant in merge.participants)
-    for one, (peer, message) in zip(merge.participants, sync.merged):
+    for merged, (peer, message) in zip(merge.participants, sync.merged):
       reported = message.tokens_from, message.tokens_to
       self.account(peer).settle(merge.fragment, reported, '', self.gap)
-      del self.pending[one.payload_id]
-      self.payload_ids.discard(one.payload_id)
+      del self.pending[merged.payload_id]
+      self.payload_ids.discard(merged.payload_id)
     sync.payloads.clear()
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
     sync.record = record = lineage_book.Record(decision, self.lineage.copy(), ())

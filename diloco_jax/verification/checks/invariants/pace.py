@@ -89,12 +89,12 @@ class Pace(invariant.Invariant):
 
   def _steps(self, book: SyncerBook) -> list[int]:
     """The steps that the learners which contribute have reached."""
-    found = []
+    ready = []
     for peer in book.members.values():
       holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
       if peer.caught_up:
-        found.append(holder.claimed if learner is None else max(holder.claimed, learner.clock))
-    return found
+        ready.append(holder.claimed if learner is None else max(holder.claimed, learner.clock))
+    return ready
 
   def _alone(self, book: SyncerBook, t: int, p: int, said: Any) -> None:
     others = (sync for sync in book.syncs.values() if sync.t != t)

@@ -250,9 +250,9 @@ class Verdicts(invariant.Invariant):
   @invariant.on(SYNCER, facts.Cancelled)
   def cancelled(self, book: SyncerBook, now_ns: int, fact: facts.Cancelled, event: Event) -> None:
     """Every learner is told, asked or not: a lock-step learner may wait for it."""
-    told = self._told.pop(fact.sync, set())
+    discarded = self._told.pop(fact.sync, set())
     for peer in book.members.values():
-      if peer.joined and peer.session not in told:
+      if peer.joined and peer.session not in discarded:
         self.fail(fact, f'{peer.join.learner} was not told')
 
   @invariant.after(SYNCER, messages.Contribution)
