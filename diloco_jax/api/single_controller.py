@@ -133,8 +133,8 @@ class SingleController:
         return end
       pause_s = pauses.pause_s(time.monotonic() - began_s)
       if pause_s is None:
-        short = restarts.MAX_SHORT_LIVES
-        note('failed', f'{end.text}. Given up after {short} short lives in a row')
+        short = restarts.MAX_SHORT_PROCESSES
+        note('failed', f'{end.text}. Given up after {short} short ones in a row')
         self._given_up[name] = end.text
         return end
       note(
@@ -232,7 +232,7 @@ class SingleController:
       self._event_queues[ids.SYNCER].post(events.Stop(reason=reason))
 
   def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
-    """Waits for every node; returns how the last life of each has ended. Raises the error of a
+    """Waits for every node; returns how the last process of each has ended. Raises the error of a
     failed node, IslandsFailed if too few learners were left, or TimeoutError."""
     for thread in self._threads:
       thread.join(timeout_s)

@@ -9,7 +9,7 @@ The states of a program::
     running --killed to end the run--> stopped
     running --any other exit--> down --back-off--> running
     running --bring_down--> down --the requested pause--> running
-    down --MAX_SHORT_LIVES short processes in a row--> failed
+    down --MAX_SHORT_PROCESSES short processes in a row--> failed
 
 A process that cannot be started, for want of memory, say, counts as a short one.
 
@@ -246,7 +246,7 @@ class Supervisor:
       if pause_s is None:
         pause_s = pauses.pause_s(lived_s)
         if pause_s is None:
-          short = restarts.MAX_SHORT_LIVES
+          short = restarts.MAX_SHORT_PROCESSES
           self._note(
             program.name, 'failed', f'{why}; failed after {short} short processes in a row'
           )

@@ -197,15 +197,15 @@ def _encode_int(
   bits: int, fraction_bits: int, values: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
   exponents = jnp.max(_magnitude(values).reshape(-1, BLOCK), axis=1) >> 23
-  lives = exponents > fraction_bits + 1
-  twice = jnp.where(lives, (255 + fraction_bits - exponents) << 23, jnp.uint32(0))
+  is_normal = exponents > fraction_bits + 1
+  twice = jnp.where(is_normal, (255 + fraction_bits - exponents) << 23, jnp.uint32(0))
   # The sum has no bit for less than 2, so it rounds, ties to even, to where q is in its last bits.
   # XLA's CPU backend needs half as long for that as for a rounding and a conversion.
   sums = _bits(values * spread(_from_bits(twice)) + _from_bits(jnp.uint32(_ROUNDING_BITS)))
   q = jax.lax.bitcast_convert_type(sums, jnp.int32) - _ROUNDING_BITS
   largest = 2 ** (fraction_bits + 1) - 1
   elements = _pack(bits, jnp.clip(q, -largest, largest))
-  return (jnp.where(lives, exponents, 0).astype(jnp.uint8), elements), jnp.all(exponents < 255)
+  return (jnp.where(is_normal, exponents, 0).astype(jnp.uint8), elements), jnp.all(exponents < 255)
 
 
 def _pack(bits: int, q: jax.Array) -> jax.Array:

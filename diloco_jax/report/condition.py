@@ -138,8 +138,8 @@ def of_program(
     state=state, since_s=since_s, heard_s=program.heard_s, now_s=now_s, why=why, known=program.known
   )
   patience_s = max(silent_s, _LONG_S) if condition.kind == STARTS else silent_s
-  lives = not condition.is_gone and state != 'down' and (state != 'waiting' or program.processes)
-  if lives and now_s - program.heard_s > patience_s:
+  alive = not condition.is_gone and state != 'down' and (state != 'waiting' or program.processes)
+  if alive and now_s - program.heard_s > patience_s:
     return dataclasses.replace(condition, silent=True, why='')
   return condition
 

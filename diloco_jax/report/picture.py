@@ -131,8 +131,8 @@ def _draw_processes(
   long_s = state_lib.shorten(run['pauses'], run['end_s'])
   unit, unit_s = next(row for row in _UNITS if long_s >= 5 * row[1] or row[1] == 1)
   short = lambda at_s: state_lib.shorten(run['pauses'], at_s) / unit_s
-  for row, (name, lives) in enumerate(lanes.items()):
-    for number, (*times, ended) in enumerate(lives):
+  for row, (name, processes) in enumerate(lanes.items()):
+    for number, (*times, ended) in enumerate(processes):
       moments = [None if at_s is None else short(at_s) for at_s in times]
       _draw_process(axes, row, moments, ended, number == 0, colours.get(name, _SYNCER))
     merged = [short(at_s) for at_s in run['learners'].get(name, {}).get('merges_s', ())]

@@ -58,7 +58,7 @@ def state(
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'followers': run.followers.count,
     'versions_behind': run.followers.behind,
-    'syncer_lives': _lives(run.syncer_processes, run.end_s),
+    'syncer_lives': _drawn(run.syncer_processes, run.end_s),
     'learners': {name: _learner(run, name) for name in run.ordered},
     'pauses': _pauses(run),
     'spent_note': run.spent_note,
@@ -86,7 +86,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
     'curve': _curve(learner),
     'held_out': _columns(learner.held_out),
-    'lives': _lives(learner.processes, run.end_s),
+    'lives': _drawn(learner.processes, run.end_s),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
 
@@ -142,7 +142,7 @@ def _curve(learner: programs.LearnerFacts) -> list[list]:
   return [list(column) for column in zip(*points)] or [[], [], []]
 
 
-def _lives(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
+def _drawn(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
   """Of each process: began, first step, end, and how it ended ('': not known). If it has not, to
   its last fact; before its first step, as it may compile for long, to `now_s`."""
   lasts = [max(p.last_s, now_s) if p.first_step_s is None else p.last_s for p in processes]
@@ -154,8 +154,8 @@ def _pauses(run: run_facts.RunFacts) -> list[tuple[float, float]]:
   """(when, seconds) of each long time without a process."""
   pauses, until_s = [], 0.0
   programs = [run.syncer_processes, *(learner.processes for learner in run.learners.values())]
-  lives = itertools.chain(*map(_lives, programs))
-  for began_s, _, end_s, _ in sorted(lives, key=lambda life: life[0]):
+  drawn = itertools.chain(*map(_drawn, programs))
+  for began_s, _, end_s, _ in sorted(drawn, key=lambda process: process[0]):
     if began_s - until_s > PAUSE_S:
       pauses.append((until_s, began_s - until_s))
     until_s = max(until_s, end_s)

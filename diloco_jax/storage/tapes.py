@@ -49,7 +49,7 @@ _SEGMENTS = 32  # at least so many segments in `limit_bytes`
 PART_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each part
 UNKNOWN = 'unknown'
 
-NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
+NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<process>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -86,7 +86,7 @@ class Tape:
     text = json.dumps(config, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest() if config else ''
     self._writer = tape_lib.Writer(start, digest, commit(), versions())
-    self._life, self._segment = 0, -1
+    self._process, self._segment = 0, -1
     self._written = 0  # bytes of the segment
     self._backlog: collections.deque[bytes] = collections.deque()  # lines for a disk that is full
     self._most = BACKLOG
@@ -121,23 +121,23 @@ class Tape:
   def _remove_old(self, newest: int) -> None:
     """Removes the oldest tapes of this node until those before `newest` take half of the limit."""
     total = 0
-    for life in range(newest - 1, 0, -1):
-      sizes = self._sizes(life)
+    for process in range(newest - 1, 0, -1):
+      sizes = self._sizes(process)
       total += sum(sizes.values())
       if total > self._half_bytes:
         for path in sizes:
           path.unlink(missing_ok=True)
 
-  def _sizes(self, life: int) -> dict[pathlib.Path, int]:
+  def _sizes(self, process: int) -> dict[pathlib.Path, int]:
     """The files of one tape of this node, packed or not, and their bytes."""
     sizes = {}
-    for path in self._folder.glob(f'{self._node}.{life}.*.jsonl*'):
+    for path in self._folder.glob(f'{self._node}.{process}.*.jsonl*'):
       with contextlib.suppress(FileNotFoundError):  # packed meanwhile
         sizes[path] = path.stat().st_size
     return sizes
 
   def _rotate(self) -> None:
-    size = sum(self._sizes(self._life).values())
+    size = sum(self._sizes(self._process).values())
     if size + self._segment_bytes > self._half_bytes:
       raise tape_lib.TapeError(
         f'it has {size >> 20} MiB, half of what the tapes of a node may take'
@@ -150,20 +150,20 @@ class Tape:
 
   def _open(self) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
-    lives = (
+    numbers = (
       process_tape.number
       for process_tape in process_tapes(self._folder)
       if process_tape.node == self._node
     )
-    life = self._life or max(lives, default=0) + 1
+    process = self._process or max(numbers, default=0) + 1
     while self._file is None:
-      self.path = self._folder / f'{self._node}.{life}.{self._segment + 1}.jsonl'
+      self.path = self._folder / f'{self._node}.{process}.{self._segment + 1}.jsonl'
       with contextlib.suppress(FileExistsError):  # another process of this node was first
         self._file = open(self.path, 'xb', buffering=0)
-        self._life, self._segment, self._written = life, self._segment + 1, 0
-      life += 1
+        self._process, self._segment, self._written = process, self._segment + 1, 0
+      process += 1
     if not self._segment:
-      self._remove_old(self._life)
+      self._remove_old(self._process)
 
   def _write(self, *lines: bytes) -> None:
     self._backlog += lines
@@ -277,16 +277,16 @@ def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   tapes: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
     if NAME.fullmatch(path.name) and path.is_file():
-      node, life, segment = parse(path)
+      node, process, segment = parse(path)
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
-      tapes.setdefault((node, life), {})[segment] = path
+      tapes.setdefault((node, process), {})[segment] = path
   return [
-    ProcessTape(node, life, tuple(path for _, path in sorted(segments.items())))
-    for (node, life), segments in sorted(tapes.items())
+    ProcessTape(node, process, tuple(path for _, path in sorted(segments.items())))
+    for (node, process), segments in sorted(tapes.items())
   ]
 
 
 def parse(path: pathlib.Path) -> tuple[str, int, int]:
   """Node, number of its process and number of the segment."""
   match = NAME.fullmatch(path.name)
-  return match['node'], int(match['life']), int(match['segment'])
+  return match['node'], int(match['process']), int(match['segment'])

@@ -78,7 +78,7 @@ class Bench(conductor_lib.Conductor):
     self.begun = await self._life(FIRST, 0)
     for _ in range(self._kills):
       born_s = self.supervisor.child(self._victim).started_s
-      await self.until(lambda: time.monotonic() - born_s > restarts.SHORT_LIFE_S)
+      await self.until(lambda: time.monotonic() - born_s > restarts.SHORT_S)
       await asyncio.sleep(random.random())
       self.look()
       seen = len(self.facts)

@@ -141,8 +141,8 @@ def test_an_island_that_loses_its_devices_comes_back_and_the_others_go_on(tmp_pa
 @pytest.mark.full
 def test_an_island_whose_devices_stay_away_is_given_up(tmp_path, monkeypatch, capsys):
   """The run goes on while a quorum is left, and ends with a line that can be read after that."""
-  monkeypatch.setattr(restarts, 'MAX_SHORT_LIVES', 2)
-  monkeypatch.setattr(restarts, 'SHORT_LIFE_S', 10 * PATIENCE_S)  # however busy the machine is
+  monkeypatch.setattr(restarts, 'MAX_SHORT_PROCESSES', 2)
+  monkeypatch.setattr(restarts, 'SHORT_S', 10 * PATIENCE_S)  # however busy the machine is
   with _running(tmp_path, _config(2, quorum=1)) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
     run.lost['l1'] = 2

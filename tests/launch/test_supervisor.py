@@ -148,24 +148,24 @@ def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeyp
   monkeypatch.setattr(restarts, '_BACKOFF_S', (0.01, 0.01))
   outcome = Run(tmp_path, [program('l0', 'print("begins"); raise SystemExit(3)')]).run()
   assert (outcome.code, outcome.statuses['l0'].state) == (1, 'failed')
-  assert outcome.statuses['l0'].starts == restarts.MAX_SHORT_LIVES
-  assert (tmp_path / 'logs' / 'l0.log').read_text() == 'begins\n' * restarts.MAX_SHORT_LIVES
+  assert outcome.statuses['l0'].starts == restarts.MAX_SHORT_PROCESSES
+  assert (tmp_path / 'logs' / 'l0.log').read_text() == 'begins\n' * restarts.MAX_SHORT_PROCESSES
 
 
 def test_a_life_is_as_long_as_its_process(tmp_path, monkeypatch):
   monkeypatch.setattr(restarts, '_BACKOFF_S', (0.01, 0.01))
-  monkeypatch.setattr(restarts, 'SHORT_LIFE_S', 1e-6)
+  monkeypatch.setattr(restarts, 'SHORT_S', 1e-6)
   script = f"""
 import pathlib, sys
 lives = pathlib.Path(sys.argv[1], "lives")
 with lives.open("a") as file: file.write("x")
-sys.exit(42 if len(lives.read_text()) > {restarts.MAX_SHORT_LIVES} else 3)
+sys.exit(42 if len(lives.read_text()) > {restarts.MAX_SHORT_PROCESSES} else 3)
 """
   outcome = Run(tmp_path, [program('l0', script, str(tmp_path))]).run()
   assert outcome.statuses['l0'].state == 'refused'
 
 
-MANY, SHORT = restarts.MAX_SHORT_LIVES, restarts.SHORT_LIFE_S - 1
+MANY, SHORT = restarts.MAX_SHORT_PROCESSES, restarts.SHORT_S - 1
 
 
 @pytest.mark.parametrize(

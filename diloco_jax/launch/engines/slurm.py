@@ -101,8 +101,8 @@ def render(
       for role, program in {program.role: program for program in described.programs}.items()
     ),
     'never': exits.NEVER_RETRY,
-    'short_s': int(restarts.SHORT_LIFE_S),
-    'restarts': restarts.MAX_SHORT_LIVES - 1,
+    'short_s': int(restarts.SHORT_S),
+    'restarts': restarts.MAX_SHORT_PROCESSES - 1,
   }
   return {f'{described.name}.sh': _SCRIPT % words}
 

@@ -52,8 +52,8 @@ def render(
       'environment': ' '.join(_quote(f'{key}={value}') for key, value in environment.items()),
       'never': exits.NEVER_RETRY,
       'pause_s': _PAUSE_S,
-      'starts': restarts.MAX_SHORT_LIVES,
-      'within_s': int(restarts.MAX_SHORT_LIVES * (restarts.SHORT_LIFE_S + _PAUSE_S)),
+      'starts': restarts.MAX_SHORT_PROCESSES,
+      'within_s': int(restarts.MAX_SHORT_PROCESSES * (restarts.SHORT_S + _PAUSE_S)),
       'stop_s': request.stop_s,
     }
     texts[name] = _UNIT % words

@@ -51,18 +51,18 @@ class LogNote:
 class Observer(Protocol):
   """Watches a run; all methods are called in the order of time."""
 
-  def born(self, now_ns: int, life: ObservedProcess) -> None:
+  def born(self, now_ns: int, process: ObservedProcess) -> None:
     """A process starts."""
 
-  def saw(self, life: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
+  def saw(self, process: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
     """A machine handled an event and returned actions; they are not carried out yet."""
 
   def crashed(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, error: Exception
+    self, process: ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
     """A machine raised on an event and returned no actions."""
 
-  def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
+  def died(self, now_ns: int, process: ObservedProcess, killed: bool) -> None:
     """A process ended: it was killed, or its machine asked for Exit."""
 
   def logged(self, now_ns: int, note: LogNote) -> None:
@@ -75,5 +75,5 @@ class Count(Observer):
   def __init__(self):
     self.events = 0
 
-  def saw(self, life: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
+  def saw(self, process: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
     self.events += 1

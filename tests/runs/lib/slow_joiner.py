@@ -249,7 +249,9 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     transport.shutdown(0.0)
   slow.close()
   wholes = work.wholes
-  say(f'{took_s:7.2f} s  {wholes.read_count} whole fragments were read, {wholes.most_alive} at once')
+  say(
+    f'{took_s:7.2f} s  {wholes.read_count} whole fragments were read, {wholes.most_alive} at once'
+  )
   sizes.most_wholes = wholes.most_alive
   return took_s if contributes else float('inf')
 
