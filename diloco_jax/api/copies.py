@@ -187,8 +187,8 @@ def _sampled(groups: list[Any]) -> list[Any]:
 
 @jax.jit
 def _compare(held: list[Any], now: list[Any]) -> list[list[jax.Array]]:
-  """Of each group of (parameter, copy): whether a step has changed a copy, whether it has changed a
-  parameter, and whether all copies are the parameters, as these round."""
+  """For each group of (parameter, copy), whether a step has changed a copy, whether it has changed
+  a parameter, and whether all copies are the parameters, as these round."""
 
   def same(own: jax.Array, copy: jax.Array) -> jax.Array:
     eps, wide = float(jnp.finfo(own.dtype).eps), jnp.promote_types(jnp.float32, own.dtype)

@@ -154,7 +154,7 @@ class OwnArrays:
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
-  """Of an array that is whole on the same devices; None if no array is committed. Raises
+  """The sharding of an array that is whole on these devices; None if no array is committed. Raises
   ValueError."""
   shardings = [leaf.sharding for leaf in params.values()]
   devices = {frozenset(sharding.device_set) for sharding in shardings}

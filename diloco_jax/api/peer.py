@@ -50,8 +50,14 @@ class Ended(RuntimeError):
 
 
 class Peer:
-  """A learner, `learner`, that the user's loop drives. Made by `join`; all calls come from one
-  thread. The run ends at the clock `total_steps`."""
+  """A learner that the user's loop drives. Made by `join`; all calls come from one thread.
+
+  Attributes:
+    learner: its id.
+    total_steps: the clock at which the run ends.
+    clock: that of the step that is due; None: the loop, the run or this learner has ended.
+    failed: whether an error has ended it.
+  """
 
   def __init__(
     self, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.Node | None
@@ -67,7 +73,7 @@ class Peer:
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int], int] | None = None
     self._ended_ns = 0  # of the newest step that is recorded
     self.clock: int | None = None
-    self.failed = False  # an error has ended it at once
+    self.failed = False
     self._stepping = False  # the loop uses `steps`
     self._process, self._calls = os.getpid(), threading.Lock()
 

@@ -133,7 +133,7 @@ class Form:
     return named, (kept if self._whole or opt_state is not None else None)
 
   def _named(self, tree: Any) -> list[tuple[bool, str]]:
-    """Of each leaf, whether it is exchanged, and its name."""
+    """For each leaf, whether it is exchanged, and its name."""
     if self._picks:
       return [(path in self._short, self._short.get(path, path)) for path in arrays.by_name(tree)]
     names = [arrays.by_name(part) for part in tree]

@@ -1,4 +1,4 @@
-"""The shell around the learner's machine: its process, threads, island and payloads.
+"""The node of a learner: threads, island and payloads around its machine.
 
 Where is ...?
   how a fragment is encoded and adopted on devices: on_device.py `encode`, `adopt`

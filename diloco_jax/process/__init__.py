@@ -1,4 +1,4 @@
-"""A process of a run: its start and end, the learner's and the syncer's node, a loop's model.
+"""The processes of a run: how each begins and ends, and how a loop's model reaches the syncer.
 
 Where is ...?
   what SIGTERM and Ctrl-C do: lifecycle.py `ending_on_signals`, exits.py,

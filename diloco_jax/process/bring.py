@@ -71,7 +71,7 @@ def bring(
 
 
 def _size_bytes(model: own_model.ModelDescription) -> int:
-  """Of the values on their way: float32."""
+  """The size of the values on the wire, as float32."""
   return sum(4 * leaf.size for leaf in model.shapes.values())
 
 

@@ -57,7 +57,7 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
 
 
 def seats(sync: run_config.SyncConfig) -> dict[str, int]:
-  """Those of a syncer, as fields of Limits: after its restart all learners are strangers."""
+  """The seats of a syncer, as fields of Limits: after its restart all learners are strangers."""
   return {
     'max_members': 2 * sync.learners + SPARE_SESSIONS,
     'max_strangers': sync.learners + 2 * SPARE_SESSIONS,

@@ -52,7 +52,7 @@ def outcome(code: int | None) -> str:
 
 
 def end_signals() -> list[signal.Signals]:
-  """Those that ask a program to end: SIGHUP, of a terminal that closes, only without nohup."""
+  """The signals that ask a program to end; SIGHUP (its terminal closes) only without nohup."""
   without_nohup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
   return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if without_nohup else [])]
 

@@ -97,16 +97,18 @@ def _run(
     if access.tls and leads:  # every dial checks again: files may be renewed meanwhile
       for problem in check_lib.problems(access.tls, names.LEARNER, proofs.utc_now()):
         records.say(f'--tls={access.tls}: {problem}')
-    node = assembled, island, folder, learner_id
     with lifecycle.ending_on_signals(
       stop if leads else hosts_lib.ask_to_stop, config.train.drain_s, LEARNER_SAFE
     ):
       if not leads:
-        return learner_node.run_led(*node, records), records
+        return learner_node.run_led(assembled, island, folder, learner_id, records), records
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
       connect = dial.dialer(assembled, resolve, access)
-      return learner_node.run(*node, event_queue, connect, records, work_class=work_class), records
+      ended = learner_node.run(
+        assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
+      )
+      return ended, records
 
 
 @contextlib.contextmanager

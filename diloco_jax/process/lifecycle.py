@@ -70,7 +70,7 @@ def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Reco
   """The folder of the run, claimed, and the recorder of the process `name` in it."""
   folder = pathlib.Path(workdir).absolute()
   try:
-    run_folder.claim(folder)
+    run_folder.make_private(folder)
     return folder, records_lib.Recorder(folder, name)
   except ValueError as error:
     raise exits.NeverRetry(exits.one_line(error)) from error

@@ -76,7 +76,7 @@ def open_workdir(
     )
   try:
     if named:
-      claim(workdir)
+      make_private(workdir)
     else:
       workdir = _claim_new(workdir)
     with lock(workdir):  # of programs that start together, one gets the folder
@@ -111,7 +111,7 @@ def _claim_new(workdir: pathlib.Path) -> pathlib.Path:
   raise AssertionError
 
 
-def claim(workdir: pathlib.Path) -> None:
+def make_private(workdir: pathlib.Path) -> None:
   """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
   OSError, and ValueError for a path that `files.require_name` refuses."""
   files_lib.require_name(workdir)
@@ -133,7 +133,7 @@ def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStac
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     return pathlib.Path(folder)
   path = pathlib.Path(workdir).absolute()
-  claim(path)
+  make_private(path)
   return path
 
 

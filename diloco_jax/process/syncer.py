@@ -101,7 +101,7 @@ class Syncer:
     self.records.say(
       f'the syncer waits on {door.address} for the first learner, which brings the model'
     )
-    self._found(door.address)
+    self._announce(door.address)
     brought.wait(self.stopped)
     return door
 
@@ -109,7 +109,7 @@ class Syncer:
     seats = sum(dial.seats(self.config.sync).values()) + followers_lib.SEATS
     return grpc_server.Door(self.address, seats, self.records.say, *brought, access=self.access)
 
-  def _found(self, address: str) -> None:
+  def _announce(self, address: str) -> None:
     self.address = address
     self._write_address(address)
     self.listening(address)
@@ -144,7 +144,7 @@ class Syncer:
           )
         try:
           run_folder.write_config(self.folder, self.config)
-          self._found(transport.address)
+          self._announce(transport.address)
         except BaseException:
           transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
           raise
@@ -222,14 +222,14 @@ def main(
     access=access,
     processes=processes,
   )
-  brought = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
+  make_model = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
   with (
     lifecycle.ending_on_signals(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
     lifecycle.errors_as_exits(),
   ):
     if assembled is None:
-      result = syncer.run_loops(brought if init else None)
+      result = syncer.run_loops(make_model if init else None)
     else:
       syncer.theta = global_model.Theta(assembled)
       result = syncer.run(assembled)

@@ -252,7 +252,7 @@ class Book:
 
   def take(self, name: str, at_ns: int, fact: report_facts.Fact) -> None:
     """A process reports a fact."""
-    if name == 'syncer':
+    if name == ids.SYNCER:
       began = isinstance(fact, report_facts.Startup) and fact.phase == 'assembled'
       if began and self._syncer_ns is not None and not self._syncer_died:
         self.syncer_died(self._syncer_ns)  # no record has the end of its last process
@@ -264,7 +264,7 @@ class Book:
     match fact:
       case report_facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
         self.starts(child, at_ns)
-      case report_facts.Exit(child='syncer'):
+      case report_facts.Exit(child=ids.SYNCER):
         self.syncer_died(at_ns)
       case report_facts.Exit(child=child, code=code, stopped=stopped):
         self.died(child, at_ns, killed=code != 0 and not stopped)
@@ -377,7 +377,7 @@ class Book:
     return {'learners': learners, **dataclasses.asdict(self.figures(at_ns))}
 
   def figures(self, at_ns: int) -> Figures:
-    """Those of the run until now."""
+    """The figures of the run until now."""
     learners = self.learners.values()
     ideal_ns = sum(learner.ideal_ns for learner in learners)
     walls = [
@@ -417,7 +417,7 @@ class Book:
 
 
 def shares(ledger: facts.Ledger | None) -> dict[str, Any]:
-  """Of the fragment-tokens trained: those merged, and the others by reason."""
+  """The shares of the trained fragment-tokens: merged, and discarded by reason."""
   if ledger is None:
     return {'merged': 0.0, 'discarded': {}}
   part = _inverse(ledger.fragments * ledger.trained)

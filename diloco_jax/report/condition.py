@@ -117,8 +117,8 @@ RUN_STATES = {
 def of_program(
   program: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
 ) -> Condition:
-  """Of the syncer or a learner. `program`: programs.Program; `others`: for whom a learner waits;
-  `over`: nobody starts it again, as the syncer has ended."""
+  """The condition of the syncer or a learner. `program`: programs.Program; `others`: for whom a
+  learner waits; `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = program.phase or program.state, program.why, program.since_s
   if program.quarantine:
     state, why = 'in quarantine', program.quarantine
@@ -145,7 +145,7 @@ def of_program(
 
 
 def of_run(run: Any) -> Condition:
-  """Of a whole run (run_facts.RunFacts)."""
+  """The condition of a whole run (run_facts.RunFacts)."""
   make = functools.partial(Condition, now_s=run.looked_s, heard_s=run.end_s)
   if run.began_s is None:
     return make(state='not begun')
@@ -156,22 +156,23 @@ def of_run(run: Any) -> Condition:
     if states and all(learner.is_gone for learner in learners.values()):
       return make(state='over' if 'done' in states else 'stopped')
     silent = bool(states) and all(so.silent or so.is_gone for so in learners.values())
-    begun = any(learner.steps for learner in run.learners.values())
-    return make(state='training' if begun else 'starting', silent=silent)
+    has_begun = any(learner.steps for learner in run.learners.values())
+    return make(state='training' if has_begun else 'starting', silent=silent)
   if syncer.state == 'done':
     return make(state='over', since_s=syncer.since_s)
   if syncer.is_gone and syncer.state != 'stopped':
     return make(state='dead', since_s=syncer.since_s, why=f'the syncer {syncer.brief}')
-  begun = 'training' if run.tokens or run.merges_s else 'starting'
+  active_state = 'training' if run.tokens or run.merges_s else 'starting'
   if syncer.silent:
-    return dataclasses.replace(syncer, state=begun, why='the syncer is')
+    return dataclasses.replace(syncer, state=active_state, why='the syncer is')
   if syncer.state in ('down', 'stopped'):
     return syncer
   waits = bool(run.closing) and run.closing[0] >= syncer.heard_s - run.silent_s
   if not waits and run.progress < 1:
-    return make(state=begun)
-  of = run.learners
-  behind = [name for name in of if of[name].is_live and of[name].step < run.total_steps]
+    return make(state=active_state)
+  behind = [
+    name for name, facts in run.learners.items() if facts.is_live and facts.step < run.total_steps
+  ]
   at_s, late, at_most_s = run.closing if waits else (0.0, behind, 0.0)
   late_ones = {name: learners[name] for name in late if name in learners}
   texts = [f'{name} ({learner.text})' for name, learner in late_ones.items() if not learner.is_gone]

@@ -161,7 +161,7 @@ class RunFacts:
 
   @property
   def tokens_per_second(self) -> float:
-    """Of all learners that work."""
+    """The rate of all learners that work."""
     return sum(
       learner.tokens_per_second for name, learner in self.learners.items() if self.works(name)
     )
@@ -200,7 +200,7 @@ class RunFacts:
 
   @property
   def figures(self) -> book_lib.Figures | None:
-    """Those of the run so far; None: there is no ledger yet, the quorum is unknown, or no
+    """The figures of the run so far; None: there is no ledger yet, the quorum is unknown, or no
     learner has its records here."""
     known = self.ledger and self.total_steps < math.inf and self.book.learners
     return self.book.figures(round(self.end_s * 1e9)) if known else None
@@ -311,7 +311,7 @@ class RunFacts:
 
   def _note_process(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
     """A process has a record: a new one, which no supervisor started, or one that was not lost."""
-    if name != 'syncer' and name not in self.learners:
+    if name != ids.SYNCER and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
     if name == ids.SYNCER and self.syncer_facts is None:
       self.syncer_facts = programs.Program()  # its records have begun after those of a learner

@@ -173,7 +173,7 @@ class _OneReader(_Server):
 
 
 def watch_of(workdir: str | os.PathLike) -> Watch:
-  """Of the run in a folder. Raises ValueError: there is none."""
+  """Watches the run in a folder. Raises ValueError: there is none."""
   run = pathlib.Path(workdir)
   name = run.absolute().name
   return Watch(lambda: folder_lib.config_of(run), lambda: records_lib.TailAll(run).stream, name)

@@ -143,7 +143,7 @@ def _curve(learner: programs.LearnerFacts) -> list[list]:
 
 
 def _drawn(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
-  """Of each process: began, first step, end, and how it ended ('': not known). If it has not, to
+  """For each process: began, first step, end, and how it ended ('': not known). If it has not, to
   its last fact; before its first step, as it may compile for long, to `now_s`."""
   lasts = [max(p.last_s, now_s) if p.first_step_s is None else p.last_s for p in processes]
   ends = [last_s if p.ended_s is None else p.ended_s for p, last_s in zip(processes, lasts)]

@@ -109,7 +109,7 @@ class StepTimes:
 
 
 def _median(counted: list[tuple[float, int]]) -> float:
-  """Of values that occur so many times."""
+  """The median of values that occur so many times."""
   left = sum(count for _, count in counted) / 2
   for value, count in sorted(counted):
     left -= count

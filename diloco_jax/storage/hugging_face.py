@@ -120,7 +120,7 @@ def _matches(tree: Any) -> dict[str, tuple[str, Any]]:
 
 
 def _shape(name: str, leaf: Any) -> tuple[int, ...]:
-  """Of the tensor there."""
+  """The shape of the tensor in the file."""
   if name == 'embedding' or leaf.ndim == 1:
     return leaf.shape
   inputs = 2 if name == 'out' else 1
@@ -135,7 +135,7 @@ def read_object(path: pathlib.Path, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, arrays.Tensor]:
-  """Those of a folder that are read: each from the one file that the index names. Raises
+  """The tensors of a folder that are read, each from the one file that the index names. Raises
   ValueError."""
   index, whole = (folder / _INDEX).is_file(), {}
   try:

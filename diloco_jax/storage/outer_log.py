@@ -52,7 +52,7 @@ class Merged(Protocol):
   """Why it was refused, for people; then nothing has changed."""
 
   digest: int
-  """Of the fragment's published value after it."""
+  """The digest of the fragment's published value after it."""
 
   gradient: memoryview
   """The encoded outer gradient; empty if it was refused."""

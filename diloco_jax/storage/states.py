@@ -361,7 +361,7 @@ def copies(store: store_lib.Store, part: str) -> list[str]:
 
 
 def number(copy: str) -> int:
-  """Of the checkpoint that was copied."""
+  """The number of the checkpoint that was copied."""
   return int(copy.rsplit('/', 1)[1].split('-')[0])
 
 

@@ -1,4 +1,4 @@
-"""The shell around the syncer's machine: its process, the global model, its log and its store.
+"""The node of the syncer: the global model, its log and its store around its machine.
 
 Where is ...?
   the outer step, tile by tile: outer_step.py

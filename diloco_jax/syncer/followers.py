@@ -205,7 +205,7 @@ class Followers:
       return len(behind), max(behind, default=0)
 
   def live(self) -> list[tuple[Callable[..., None], proofs.Proof]]:
-    """Of each follower that has proved a name: a function that ends its call, and its proof."""
+    """For each follower that has proved a name, a function that ends its call, and its proof."""
     with self._changed:
       return [(follower.fail, proof) for follower, proof in self._live.items() if proof]
 

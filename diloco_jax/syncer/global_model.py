@@ -203,8 +203,8 @@ class Theta:
     totals, sums_T = self._tiles.sums(p, list(zip(near, weighed.factors_MxT, strict=True)))
     stretch_T = rule.stretch(weighed.rows, sums_T)
     periods = self._periods(participants, refused)
-    alone = screening_lib.goes_on(participants)
-    result = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
+    is_replaced = screening_lib.run_goes_on_from_one(participants)
+    result = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, is_replaced)
     if not result:
       return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
@@ -228,8 +228,8 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     data = self.near(p, gradient)
     periods = self._periods(participants, refused)
-    alone = screening_lib.goes_on(participants)
-    stepped = self._tiles.redo(p, self._whole()[p], data, periods, alone)
+    is_replaced = screening_lib.run_goes_on_from_one(participants)
+    stepped = self._tiles.redo(p, self._whole()[p], data, periods, is_replaced)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(

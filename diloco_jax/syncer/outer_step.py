@@ -49,7 +49,7 @@ Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for ea
 
 
 def cores() -> int:
-  """Those of this process."""
+  """The cores that this process may use."""
   if hasattr(os, 'sched_getaffinity'):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
@@ -290,10 +290,10 @@ class Tiles:
     totals: Sequence[jax.Array],
     stretch_T: np.ndarray,
     periods: int = 1,
-    alone: bool = False,
+    is_replaced: bool = False,
   ) -> tuple[np.ndarray, Stepped] | None:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
-    Consumes the sums; `tiles` stay as they are. `periods`: those that it covers. `alone`: the
+    Consumes the sums; `tiles` stay as they are. `periods`: those that it covers. `is_replaced`: the
     fragment becomes the value of its one participant."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
     encoded = self._encoded(self._log, p)
@@ -311,7 +311,7 @@ class Tiles:
       self._keep(p, [total_n])
       return sections, bool(ok)
 
-    stepped = self._outer_step(p, tiles, gradient, periods, alone)
+    stepped = self._outer_step(p, tiles, gradient, periods, is_replaced)
     return stepped and (encoded.payload, stepped)
 
   def redo(
@@ -320,7 +320,7 @@ class Tiles:
     tiles: Sequence[exchange.Values],
     data: np.ndarray,
     periods: int = 1,
-    alone: bool = False,
+    is_replaced: bool = False,
   ) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
@@ -329,7 +329,7 @@ class Tiles:
     def gradient(start: int) -> tuple[Sequence[Any], bool]:
       return self._sections(self._log, p, data, start, self._n[p]), True
 
-    return self._outer_step(p, tiles, gradient, periods, alone)
+    return self._outer_step(p, tiles, gradient, periods, is_replaced)
 
   def _outer_step(
     self,
@@ -337,14 +337,14 @@ class Tiles:
     tiles: Sequence[exchange.Values],
     gradient: Callable[[int], tuple[Sequence[Any], bool]],
     periods: int,
-    alone: bool,
+    is_replaced: bool,
   ) -> Stepped | None:
     """Tile by tile: `gradient` returns the sections of the outer gradient where a tile starts, and
     whether it is finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
     count = np.int32(periods) if periods > 1 else None
     statistic = self._statistic and self._statistic[p]
-    if alone:  # no outer optimizer moves it, as with statistics
+    if is_replaced:  # no outer optimizer moves it, as with statistics
       statistic = np.ones(len(self._counts[p]), bool)
     delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), tiles, strict=True))
 
@@ -370,7 +370,7 @@ class Tiles:
       self._keep(p, self._vectors(p, tile))
 
   def digest(self, p: int, tiles: Sequence[exchange.Values]) -> int:
-    """Of the published value."""
+    """The digest of the published value."""
     total = np.zeros(2, np.uint64)
     for start, tile in zip(self.starts(p), tiles, strict=True):
       count = np.uint32(min(self._n[p], self._sizes[p] - start))

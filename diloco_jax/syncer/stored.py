@@ -168,7 +168,7 @@ class Stored:
       self._claim.renew(taker=lineage.disk, log=max(self._claim.content.log, self._end()))
 
   def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
-    """Of a store without a claim. Raises Denied if the store has a run that is not in the
+    """For a store without a claim. Raises Denied if the store has a run that is not in the
     folder."""
     self._at = here.part
     has_run = here.disk and here.run and not here.changing
@@ -297,7 +297,7 @@ class Stored:
     return record is not None and wal.chain_in(record.data) == wal.chain_in(self._header(number))
 
   def _header(self, number: int) -> bytes:
-    """Of a record in the folder."""
+    """The header of a record in the folder."""
     return self.log_files.read(wal.name_of(number), 0, wal.HEADER_BYTES)
 
   def begin(

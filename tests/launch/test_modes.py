@@ -15,7 +15,7 @@ from diloco_jax.launch import cli
 from diloco_jax.process import run_folder
 def main(argv):
   folder = pathlib.Path(argv[1])
-  run_folder.claim(folder)
+  run_folder.make_private(folder)
   (folder / 'file').write_text('')
   (folder / 'folder').mkdir()
 cli.run_main(main, positional=True)
@@ -39,7 +39,7 @@ def test_a_program_writes_for_its_user(tmp_path):
 
 def test_in_a_notebook_only_the_folder_is_closed(tmp_path):
   """The umask of the user's process stays."""
-  run_folder.claim(tmp_path / 'run')
+  run_folder.make_private(tmp_path / 'run')
   (tmp_path / 'other').mkdir()
   assert mode(tmp_path / 'run') == 0o700 and mode(tmp_path / 'other') == 0o755
 
@@ -47,7 +47,7 @@ def test_in_a_notebook_only_the_folder_is_closed(tmp_path):
 @pytest.mark.parametrize('bits,warned', [(0o777, True), (0o775, True), (0o755, False)], ids=oct)
 def test_a_folder_that_others_can_write_to_is_a_warning(tmp_path, capfd, bits, warned):
   tmp_path.chmod(bits)
-  run_folder.claim(tmp_path)
+  run_folder.make_private(tmp_path)
   said = capfd.readouterr().err
   assert said.count('\n') == warned
   assert ('other users can write to' in said and 'chmod 700' in said) == warned

@@ -571,7 +571,7 @@ _ROWS = (
        sees(done=lambda it: replace(it.done, digest=it.self._adopting[0][1].digest))),
   _row('tokens_of_the_last_incarnation', 'I7b I25 I7',
        'A learner counts the tokens of its last incarnation again.',
-       LearnerMachine, '_begin_life', nothing),
+       LearnerMachine, '_begin_incarnation', nothing),
   _row('pull_is_forgotten', 'L4a', 'A learner forgets a pull while it has nothing to contribute.',
        LearnerMachine, '_answer', _forgets_pull),
   _row('captures_pile_up', 'I11', 'Captures pile up before a slow encoder.',

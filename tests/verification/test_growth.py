@@ -29,7 +29,7 @@ def calm_run(config: config_lib.ProtocolConfig) -> int:
     world.island(f'l{which}').noise = 200
     world.start(f'l{which}')
   world.run(seeds_lib.CALM_NS, done=lambda: world.finished)
-  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  arrays.require(world.finished, 'A run ends.', world.stuck())
   checkers.finished(world.now_ns)
   return count.events
 

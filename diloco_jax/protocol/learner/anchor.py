@@ -63,7 +63,7 @@ class Anchor:
   sound: bool = True
   next_due: int = 0
 
-  def begin_life(self) -> None:
+  def begin_incarnation(self) -> None:
     """An incarnation begins: its counts do."""
     self.steps = self.tokens = self.adopted = 0
     self.capture = None

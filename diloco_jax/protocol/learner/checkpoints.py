@@ -17,7 +17,7 @@ class Saving:
     self._interval: int | None = None  # of `keep_every`, of the newest save or of the start
     self.running = False
 
-  def begin_life(self) -> None:
+  def begin_incarnation(self) -> None:
     """Steps are counted per incarnation."""
     self._saved_steps = 0
 

@@ -229,7 +229,7 @@ class LearnerMachine:
 
   def _joined(self, now_ns: int, joined: messages.Joined) -> None:
     if joined.incarnation != self._connection.incarnation:
-      self._begin_life()
+      self._begin_incarnation()
     self._connection.welcomed(now_ns, joined.incarnation)
     if (joined.shard, joined.cursor) != self._claim:
       self._next_position = messages.ShardPosition(joined.shard, joined.cursor)
@@ -249,12 +249,12 @@ class LearnerMachine:
     if not anchor.sound and fragment not in self._due:
       self._report_adopted(fragment, anchor, anchor.version, matched=False)
 
-  def _begin_life(self) -> None:
+  def _begin_incarnation(self) -> None:
     """Begins an incarnation: its steps and tokens count from 0."""
     self.steps = self.tokens = 0
-    self._saving.begin_life()
+    self._saving.begin_incarnation()
     for anchor in self._anchors:
-      anchor.begin_life()
+      anchor.begin_incarnation()
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """Sends the encoded capture, unless the session has changed since."""

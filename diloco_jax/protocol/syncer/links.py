@@ -250,7 +250,7 @@ class Links:
     return times[index] if index < len(times) else 0
 
   def _round_trip_ns(self, member: members_lib.Member) -> int:
-    """Of a message without a payload. A process that was busy when it joined took longer to
+    """For a message without a payload. A process that was busy when it joined took longer to
     confirm than a version takes now."""
     return min([member.round_trip_ns, *member.down.delays])
 

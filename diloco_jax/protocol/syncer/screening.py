@@ -181,7 +181,7 @@ def too_far(steps: Sequence[int], period: int) -> bool:
   return sorted(steps)[(len(steps) - 1) // 2] > APART * max(period, SHORTEST)
 
 
-def goes_on(participants: Sequence[actions.Participant]) -> bool:
+def run_goes_on_from_one(participants: Sequence[actions.Participant]) -> bool:
   """Whether the run goes on from one of them, because they have trained apart for long."""
   return any(participant.apart for participant in participants)
 
@@ -374,7 +374,7 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
   """The refusal of a process in quarantine, now and whenever it tries to join again."""
   return messages.Refused(
     code='QUARANTINED',
-    text=f'Learner "{member.learner}" is in quarantine: {member.max_strikes} updates in a row '
+    text=f'Learner {member.learner} is in quarantine: {member.max_strikes} updates in a row '
     'were refused (NaN, Inf, a norm far from the usual one, or impossible numbers). The model '
     'contains none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '

@@ -80,7 +80,7 @@ class Shards:
     return self._begin(learner, min(free, key=self._order)) if free else None
 
   def _number(self, former: int | None) -> int:
-    """Of a learner's own data: the number that it had, or one that no merge has seen."""
+    """The number of a learner's own data: the one that it had, or one that no merge has seen."""
     if former is not None and former not in self._holders:
       return former
     moving = {move[1] for moves in self._moves.values() for move in moves}
@@ -152,7 +152,7 @@ class Shards:
   # --- Machine state ------------------------------------------------------------------------------
 
   def state(self) -> dict[str, Any]:
-    """As JSON types; `moves` are of the outer steps in progress."""
+    """The shards as JSON types; `moves` are of the outer steps in progress."""
     return {
       'holders': [[shard, holder] for shard, holder in sorted(self._holders.items())],
       'merged': [[shard, list(cursors)] for shard, cursors in sorted(self._merged.items())],

@@ -383,7 +383,7 @@ class Syncs:
     return pace_lib.lower_median(steps or [*given.values()])
 
   def merging_from(self, fragment: int) -> dict[tuple[str, int], int]:
-    """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the
+    """For each (learner, incarnation) in an outer step of a fragment that is in progress: where the
     tokens of its contribution begin."""
     starts = {}
     for sync in self.open.values():

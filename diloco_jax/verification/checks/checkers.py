@@ -2,7 +2,7 @@
 processes.
 
 Each invariant is a class (invariants/) with an id, the sentence that it enforces, and the records
-that it checks. It sees each record before the model (model/) is updated with it, and each turn
+that it checks. It sees each record before the books (books/) are updated with it, and each turn
 after the update, and it never asks a machine. So the same checkers watch the simulated world live
 and read the tapes of real processes afterwards::
 
@@ -82,8 +82,8 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   durability.FinishIsKnown,
 )
 
-# The updates of the model, by kind of record.
-MODEL_UPDATES = {LEARNER: learner_book.LEARNER_UPDATES, SYNCER: syncer_book.SYNCER_UPDATES}
+# The updates of the books, by kind of record.
+BOOK_UPDATES = {LEARNER: learner_book.LEARNER_UPDATES, SYNCER: syncer_book.SYNCER_UPDATES}
 
 
 class Checkers(observers.Observer):
@@ -97,13 +97,13 @@ class Checkers(observers.Observer):
     self._register()
 
   def _register(self) -> None:
-    """Fills the tables from kinds to the methods that check them, then to the model's updates."""
+    """Fills the tables from kinds to the methods that check them, then to the books' updates."""
     for checker in self.invariants.values():
       for method in (getattr(checker, name) for name in dir(checker)):
         for mark, table in (('_on', self._on), ('_after', self._after)):
           for role, kind in getattr(method, mark, ()):
             table[role][kind] = (*table[role].get(kind, ()), method)
-    for role, updates in MODEL_UPDATES.items():
+    for role, updates in BOOK_UPDATES.items():
       for kind, update in updates.items():
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)
       every = self._after[role].pop(invariant.EVERY, ())

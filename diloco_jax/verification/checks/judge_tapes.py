@@ -126,7 +126,7 @@ class _Reading:
     except _Crashed as error:
       broken = self._broken(node_tape, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
-      # A message that no process sent, or a payload that does not exist: the model has no entry.
+      # A message that no process sent, or a payload that does not exist: the books have no entry.
       broken = self._broken(
         node_tape, 'model', 'Every turn follows from earlier turns.', tape_lib.describe(error)
       )

@@ -74,7 +74,7 @@ def _one(seed: int) -> int:
 
 
 def _settings(seed: int) -> str:
-  """Those of a seed that are not the default."""
+  """The settings of a seed that are not the default."""
   config = random_settings.draw(seed).config
   drawn = [
     f'{setting.name}={setting.written(value)}'

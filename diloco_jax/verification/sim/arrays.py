@@ -1,4 +1,4 @@
-"""The model of simulated values: arrays as far as the protocol sees them, each a unique number.
+"""Simulated arrays: values as far as the protocol sees them, each a unique number.
 
 A published value is one number, a pseudo-gradient is the range of tokens that it really covers and
 its norm, and a delta has the value from which it was measured. So the world notices errors that
@@ -30,7 +30,7 @@ NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
 
-def claim(holds: bool, sentence: str, *detail: Any) -> None:
+def require(holds: bool, sentence: str, *detail: Any) -> None:
   """Raises Violation if a statement that only the world can judge does not hold."""
   if not holds:
     raise invariant.Violation('claim', sentence, ' '.join(map(str, detail)))
@@ -82,15 +82,15 @@ class PublishedPayload:
     """A process adopts the value; until then its local - anchor contained its tokens from `before`
     on, and now those from `after` on. Each token is in one of the two, unless it was dropped."""
     merged = self.merged.get(nonce, ())
-    claim(
+    require(
       all(end <= after for _, end in merged),
       'A learner carries on nothing that the adopted value contains.',
       adopt,
       merged,
       after,
     )
-    claim(
-      not adopt.merged or joined([(0, before), *merged])[0][1] >= after,
+    require(
+      not adopt.merged or union_of([(0, before), *merged])[0][1] >= after,
       'A learner gives up only what the adopted value contains.',
       adopt,
       merged,
@@ -139,11 +139,11 @@ class Theta:
           )
         )
     for (learner, _, tokens, steps), grad in shares:
-      claim(
+      require(
         learner == grad.learner, 'A payload counts for the learner that sent it.', learner, grad
       )
       true_tokens, true_steps = grad.end - grad.start, grad.steps
-      claim(
+      require(
         (tokens, steps) == (true_tokens, true_steps)
         if grad.exact
         else tokens <= true_tokens and steps <= true_steps,
@@ -184,13 +184,13 @@ class Theta:
     nonce, spans = self.ranges.get((grad.learner, fragment), (0, []))
     if nonce != grad.nonce:
       spans = []  # the process before it was replaced: no token of it is merged any more
-    claim(
+    require(
       all(grad.end <= first or last <= grad.start for first, last in spans),
       'No token is merged twice.',
       grad,
       spans,
     )
-    spans = joined([*spans, (grad.start, grad.end)])
+    spans = union_of([*spans, (grad.start, grad.end)])
     self.ranges[grad.learner, fragment] = grad.nonce, spans
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
@@ -199,7 +199,7 @@ class Theta:
     return {nonce: tuple(spans) for (_, q), (nonce, spans) in self.ranges.items() if q == p}
 
   def saved(self) -> dict:
-    """As JSON types."""
+    """The ranges as JSON types."""
     ranges = [[*key, *merged] for key, merged in self.ranges.items()]
     return {
       'values': self.values,
@@ -221,10 +221,10 @@ class Theta:
     return theta
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def union_of(spans: Iterable[Span]) -> list[Span]:
   """The same ranges in order, neighbours as one.
 
-  >>> joined([(4, 6), (0, 2), (2, 3)])
+  >>> union_of([(4, 6), (0, 2), (2, 3)])
   [(0, 3), (4, 6)]
   """
   merged: list[Span] = []
@@ -253,7 +253,7 @@ def screened(
   norms = tuple(grad.norm for grad in grads)
   refused = screening_lib.left_out(participants, norms, live, factor)
   for participant, grad in zip(participants, grads):
-    claim(
+    require(
       grad.spoiled or participant.apart or participant.learner not in refused,
       'Screening refuses no honest payload.',
       participant,
@@ -262,7 +262,7 @@ def screened(
   return norms, refused
 
 
-# --- The model of a run (processes.py) ------------------------------------------------------------
+# --- The arrays of a run (processes.py) -----------------------------------------------------------
 
 
 class Arrays:
@@ -339,9 +339,9 @@ class Learner:
   def _adopt(self, adopt: actions.Adopt) -> None:
     process, fragment = self._process, adopt.fragment
     published, held = process.contents.pop(adopt.payload_id), self._values[fragment]
-    claim(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
+    require(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
     fits = published.base in (None, held)
-    claim(
+    require(
       fits or held < 0,
       'A learner applies a delta to the value from which it was measured.',
       process.name,

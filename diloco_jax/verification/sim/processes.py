@@ -106,7 +106,9 @@ class Process(abc.ABC):
     self.world.saw(self.observed, now_ns, event, out)
     self._check()
     for action in out:
-      arrays.claim(self.alive, 'A process carries out no action after its exit.', self.name, action)
+      arrays.require(
+        self.alive, 'A process carries out no action after its exit.', self.name, action
+      )
       self._perform(action)
     self._set_timer(isinstance(event, events.Wake))
 
@@ -122,7 +124,7 @@ class Process(abc.ABC):
     generation, deadline_ns = self._wake, self.machine.deadline_ns
     if not self.alive or deadline_ns is None:
       return
-    arrays.claim(
+    arrays.require(
       not after_wake or deadline_ns > self.world.engine.now_ns,
       'A machine moves its deadline when it wakes.',
       self.name,
@@ -148,7 +150,7 @@ class Process(abc.ABC):
         del self.contents[payload_id]
       case actions.Exit():
         self.exit = action
-        arrays.claim(not self.contents, 'Every payload id is dropped.', self.name, self.contents)
+        arrays.require(not self.contents, 'Every payload id is dropped.', self.name, self.contents)
         self.world.end(self, killed=False)
       case actions.Report(fact=fact):
         self.reports[type(fact)] = fact
@@ -221,7 +223,7 @@ class Learner(Process):
     self._arrays = world.arrays.learner(self)
 
   def work(self, action: actions.Work) -> None:
-    arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
+    arrays.require(not self._training, 'Parameters are used only between two steps.', self.name)
     answers = self._arrays.perform(action)
     match action:
       case actions.Step():
@@ -325,7 +327,7 @@ class Syncer(Process):
   def work(self, action: actions.Work) -> None:
     match action:
       case actions.Measure(payload_id=payload_id):
-        arrays.claim(payload_id in self.contents, 'A payload that counts is there.', action)
+        arrays.require(payload_id in self.contents, 'A payload that counts is there.', action)
         self._arrays.perform(action)
         return
       case actions.Save():
@@ -394,7 +396,7 @@ class Syncer(Process):
       self.post(events.SaveDone(clock=save.clock))
       return
     theta = self.theta
-    arrays.claim(
+    arrays.require(
       save.machine_state['versions'] == theta.versions,
       'A checkpoint contains no unfinished merge.',
       save.machine_state['versions'],

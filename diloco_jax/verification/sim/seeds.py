@@ -117,31 +117,31 @@ def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
   """Runs until every process has ended; stops the processes that outlive the syncer."""
   nemesis.supervise()
   world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
-  arrays.claim(world.finished, 'A healed run ends.', world.stuck())
+  arrays.require(world.finished, 'A healed run ends.', world.stuck())
   world.run(world.now_ns + GOODBYE_NS, done=lambda: not world.learners)
   for process in list(world.learners.values()):
     process.stop('the run is over')
   world.run(world.now_ns + LONGEST_STEP_NS, done=lambda: not world.learners)
-  arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
+  arrays.require(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
 
 
 def _check_ledger(world: world_lib.World) -> None:
   """Compares the last ledger with what the world saw (fragment-tokens); the rest is I7's."""
   ledger, theta = world.ledger(), world.syncer.theta
-  arrays.claim(
+  arrays.require(
     world.flipped or not ledger.repaired,
     'No adopted value differs unless a bit was flipped.',
     ledger,
   )
-  arrays.claim(theta.finite, 'The global state is finite.')
-  arrays.claim(
+  arrays.require(theta.finite, 'The global state is finite.')
+  arrays.require(
     ledger.merged == sum(theta.merged.values()),
     'The ledger counts exactly the merged tokens as merged.',
     ledger,
     theta.merged,
   )
   for name, row in ledger.learners.items():
-    arrays.claim(
+    arrays.require(
       row['merged'] == theta.merged.get(name, 0),
       'The ledger counts exactly the merged tokens as merged.',
       name,

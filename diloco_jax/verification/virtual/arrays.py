@@ -126,7 +126,7 @@ class Arrays:
     return jax.device_get(self.theta.params())
 
   def theta_sha256(self) -> str:
-    """Of every bit of the syncer's arrays: masters, published values, outer states."""
+    """The SHA-256 of every bit of the syncer's arrays: masters, published values, outer states."""
     digest = hashlib.sha256(repr(self.theta.versions).encode())
     for leaf in jax.tree.leaves(self.theta.arrays()):
       digest.update(np.ascontiguousarray(leaf))

@@ -103,14 +103,14 @@ class Run:
 
   @property
   def transport_processes(self) -> int:
-    """Those that carry its bytes; 0: the syncer does so itself. Twice as many as they would fill,
-    since the kernel spreads learners over them by chance, and no more than learners."""
+    """The transport processes for its bytes; 0: the syncer has none. Twice as many as they would
+    fill, since the kernel spreads learners over them by chance, and no more than learners."""
     filled = self.syncer_bytes_per_s / PROCESS_BYTES_PER_S
     return 0 if filled <= 1 else min(self.protocol.learners, math.ceil(2 * filled))
 
   @property
   def outer_step_cores(self) -> float:
-    """Those that all outer steps of the syncer fill."""
+    """The cores that all outer steps of the syncer fill."""
     return self.outer_step_s * sum(self.values) / self.period_s
 
   @property

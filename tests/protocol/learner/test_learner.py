@@ -185,7 +185,7 @@ def test_another_life_saves_after_as_many_steps_as_the_first():
   saving = checkpoints.Saving(config_lib.ProtocolConfig(save_steps=5), action_list.ActionList())
   saving.begin(clock=40, steps=40, machine_state={})
   saving.saved(0, events.SaveDone(clock=40))
-  saving.begin_life()
+  saving.begin_incarnation()
   assert [saving.due(40 + steps, steps) for steps in (4, 5)] == [False, True]
   assert saving.unsaved(1)
 

@@ -462,7 +462,7 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   duo.ends(UNIT, BAD)
   (refused,) = duo.sent(messages.Refused, 'l1')
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
-  for words in ('"l1" is in quarantine', '3 updates in a row', 'host (pid 1)', 'updates are safe'):
+  for words in ('l1 is in quarantine', '3 updates in a row', 'host (pid 1)', 'updates are safe'):
     assert words in refused.text
   assert refused.text in duo.said
   assert duo.closed == [duo.session['l1']]

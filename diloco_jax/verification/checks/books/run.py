@@ -1,6 +1,6 @@
-"""The model of a run: the truth according to the records alone. It never asks a machine.
+"""The books of a run: the truth according to the records alone. It never asks a machine.
 
-The model is updated after the checkers (verification/checks/checkers.py) have seen a record, so
+The books are updated after the checkers (verification/checks/checkers.py) have seen a record, so
 that a checker sees both sides of it.
 """
 

@@ -1,6 +1,6 @@
 """An invariant: a statement about every run, with an id, a sentence and the records that it checks.
 
-An invariant sees each record before the model (checks/books) is updated with it, and each turn
+An invariant sees each record before the books (checks/books) are updated with it, and each turn
 after the update, so it can compare what a machine does with what is true. It never asks a machine.
 """
 
@@ -32,7 +32,7 @@ def on(role: str, *kinds: Any) -> Callable:
 
 
 def after(role: str, *kinds: Any) -> Callable:
-  """The method sees every turn of a role that such an event began, after the model is updated:
+  """The method sees every turn of a role that such an event began, after the books are updated:
   method(book, now_ns, event, actions)."""
   return _mark('_after', role, kinds)
 
@@ -61,7 +61,7 @@ class Invariant:
     """A process has ended."""
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    """The syncer's log changed; called before the model is updated."""
+    """The syncer's log changed; called before the books are updated."""
 
   def finished(self, now_ns: int) -> None:
     """The run is over, or was stopped before its last step."""
