@@ -80,8 +80,8 @@ def main(argv: list[str]) -> int:
   engine = _ENGINES[_ENGINE.value]
   _refuse_flags_of_others()
   with exits.never_retry():
-    known = engine.known(request)
-    described = spec_lib.make(request, known)
+    choices = engine.choose(request)
+    described = spec_lib.make(request, choices)
     needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
   missing = [text for text, is_met in needs.items() if not is_met]
   missing += _wrong_certificates(described)
@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
     text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
     raise exits.NeverRetry(f'{text}. Nothing was written or started')
   if hasattr(engine, 'run'):
-    return engine.run(described, request, known)
+    return engine.run(described, request, choices)
   with exits.never_retry():
-    texts = engine.render(described, request, known)
+    texts = engine.render(described, request, choices)
   for name, text in texts.items():
     if _OUT.value:
       _write(pathlib.Path(_OUT.value) / name, text)

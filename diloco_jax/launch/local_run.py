@@ -100,13 +100,13 @@ def describe(
   request = spec_lib.Request(
     config=config, config_flags=config_flags, syncer=spec_lib.ALONE if alone else ''
   )
-  return spec_lib.make(request, known(workdir))
+  return spec_lib.make(request, choose(workdir))
 
 
-def known(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Known:
+def choose(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Choices:
   """Learners read the address file at every dial, so they may start before the syncer, and a
   restarted syncer may listen on another port."""
-  return spec_lib.Known(
+  return spec_lib.Choices(
     workdir=str(workdir), syncer=f'file:{workdir / run_folder.ADDRESS}', listen=listen, tls=tls
   )
 

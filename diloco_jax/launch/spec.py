@@ -1,7 +1,7 @@
 """The description of a run: its programs, and what each of them needs.
 
 `make` is a pure function of what the user asks for (`Request`) and of what only the engine knows
-(`Known`). Every engine (launch/engines) gets the same description: some run its programs, some
+(`Choices`). Every engine (launch/engines) gets the same description: some run its programs, some
 write it as text for another system. `exits.end` says what an exit code means to all of them.
 """
 
@@ -128,8 +128,8 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-  """What only the engine knows.
+class Choices:
+  """What only the engine can choose.
 
   Attributes:
     workdir: the folder of the run on the machines of its programs.
@@ -149,15 +149,15 @@ class Known:
   flags: Sequence[str] = ()
 
 
-def make(request: Request, known: Known) -> Spec:
+def make(request: Request, choices: Choices) -> Spec:
   """The description of a run. Raises ValueError: one line with a remedy."""
   config = request.config
-  programs = [] if request.syncer else [_syncer(request, known)]
+  programs = [] if request.syncer else [_syncer(request, choices)]
   if request.loop and config.task != run_config.OWN_LOOP:
     raise ValueError(f'--loop={request.loop} is for a config without a task, as own_loop')
   if config.task != run_config.OWN_LOOP or request.loop:
     learners = 1 if request.syncer == ALONE else config.sync.learners
-    programs += [_learner(request, known, name) for name in run_config.learner_ids(learners)]
+    programs += [_learner(request, choices, name) for name in run_config.learner_ids(learners)]
   elif request.syncer:
     raise ValueError(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
@@ -173,28 +173,28 @@ def make(request: Request, known: Known) -> Spec:
   )
 
 
-def _syncer(request: Request, known: Known) -> Program:
-  listen = [f'--listen={known.listen}'] if known.listen else []
+def _syncer(request: Request, choices: Choices) -> Program:
+  listen = [f'--listen={choices.listen}'] if choices.listen else []
   return Program(
     name=SYNCER,
     role=SYNCER,
-    argv=[*_command('syncer', SYNCER, request, known), *listen],
+    argv=[*_command('syncer', SYNCER, request, choices), *listen],
     environment=ENVIRONMENT,
     disk_gib=request.disk_gib,
   )
 
 
-def _learner(request: Request, known: Known, name: str) -> Program:
+def _learner(request: Request, choices: Choices, name: str) -> Program:
   hosts, chips = _hosts(request)
   return Program(
     name=name,
     role=LEARNER,
-    argv=loop(request, known, name)
+    argv=loop(request, choices, name)
     or [
-      *_command('learner', name, request, known),
+      *_command('learner', name, request, choices),
       f'--learner={name}',
-      f'--syncer={request.syncer or known.syncer}',
-      *(known.host_flags if hosts > 1 else ()),
+      f'--syncer={request.syncer or choices.syncer}',
+      *(choices.host_flags if hosts > 1 else ()),
     ],
     environment=ENVIRONMENT,
     hosts=hosts,
@@ -203,13 +203,13 @@ def _learner(request: Request, known: Known, name: str) -> Program:
   )
 
 
-def loop(request: Request, known: Known, name: str) -> list[str]:
+def loop(request: Request, choices: Choices, name: str) -> list[str]:
   """The command of a learner that is a loop of the user's own; [] for others."""
   own = {
     '{learner}': name,
-    '{syncer}': request.syncer or known.syncer,
-    '{workdir}': known.workdir,
-    '{tls}': str(check_lib.folder(pathlib.Path(known.tls), name)) if known.tls else '',
+    '{syncer}': request.syncer or choices.syncer,
+    '{workdir}': choices.workdir,
+    '{tls}': str(check_lib.folder(pathlib.Path(choices.tls), name)) if choices.tls else '',
     '{store}': request.config.train.store,
   }
   fill = lambda word: re.sub('|'.join(own), lambda match: own[match[0]], word)
@@ -222,10 +222,10 @@ def command(program: Program, diloco: Sequence[str]) -> list[str]:
   return [*diloco, *program.argv[1:]] if is_ours else list(program.argv)
 
 
-def _command(command: str, name: str, request: Request, known: Known) -> list[str]:
-  tls = [f'--tls={check_lib.folder(pathlib.Path(known.tls), name)}'] if known.tls else []
-  flags = known.flags or request.config_flags
-  return ['diloco', command, *flags, f'--workdir={known.workdir}', *tls]
+def _command(command: str, name: str, request: Request, choices: Choices) -> list[str]:
+  tls = [f'--tls={check_lib.folder(pathlib.Path(choices.tls), name)}'] if choices.tls else []
+  flags = choices.flags or request.config_flags
+  return ['diloco', command, *flags, f'--workdir={choices.workdir}', *tls]
 
 
 def _hosts(request: Request) -> tuple[int, int]:

@@ -370,7 +370,7 @@ def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, m
   tpu = accelerators.Accelerators('tpu', ('0', '1', '2', '3'))
   monkeypatch.setattr(accelerators, 'find', lambda: tpu)
   asked = spec_lib.Request(config=config, config_flags=[], only=['syncer'])
-  described = spec_lib.make(asked, local_run.known(pathlib.Path('/run')))
+  described = spec_lib.make(asked, local_run.choose(pathlib.Path('/run')))
   assert [program.name for program in local_run.programs(described)] == ['syncer']
   assert capsys.readouterr().out == ''
 

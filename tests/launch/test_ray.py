@@ -124,8 +124,8 @@ def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(tmp_path
   def may_die() -> bool:
     """The store has a checkpoint, and has heard of outer steps behind it."""
     copies = [int(path.name.partition('-')[0]) for path in syncer.glob('ckpt/*.json')]
-    known = json.loads((syncer / 'claim').read_bytes())['content']['log'] if copies else 0
-    return bool(copies) and known > max(copies) > len(run.facts('syncer', 'synced')) - 200
+    choices = json.loads((syncer / 'claim').read_bytes())['content']['log'] if copies else 0
+    return bool(copies) and choices > max(copies) > len(run.facts('syncer', 'synced')) - 200
 
   with (
     ray_cluster.start(tmp_path / 'machines', machines) as cluster,

@@ -44,7 +44,7 @@ def test_what_the_drivers_read(request_of_a_run):
     node_python='/env/bin/python',
     ray_resources='{"learner": {"GPU": 8}, "l1": {"TPU": 4}}',
   ):
-    described = spec_lib.make(asked, ray.known(asked))
+    described = spec_lib.make(asked, ray.choose(asked))
     read = ray.describe(described, asked.tls, '$SCRATCH/run')
   programs = read.pop('programs')
   assert read.pop('tether').startswith('"""Runs a command that must not outlive')
@@ -77,7 +77,7 @@ def test_what_the_drivers_read(request_of_a_run):
 
 def test_what_is_missing_is_named(request_of_a_run):
   asked = request_of_a_run
-  described = spec_lib.make(asked, ray.known(asked))
+  described = spec_lib.make(asked, ray.choose(asked))
   needs = lambda: [text for text, is_met in ray.needs(described, asked).items() if not is_met]
   for python in ('', 'no/such/python'):
     with flagsaver.flagsaver(ray_python=python):

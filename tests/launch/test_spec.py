@@ -12,7 +12,7 @@ from diloco_jax.launch.engines import local
 from diloco_jax.process import exits
 from tests.launch.lib import command_line
 
-_KNOWN = spec_lib.Known(
+_KNOWN = spec_lib.Choices(
   workdir='/run/diloco',
   syncer='gemma-1b-syncer:7070',
   listen='0.0.0.0:7070',
@@ -69,10 +69,10 @@ def test_a_syncer_and_its_learners(learners):
 
 
 def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
-  known = spec_lib.Known(workdir='/w', syncer='file:/w/syncer/address')
+  choices = spec_lib.Choices(workdir='/w', syncer='file:/w/syncer/address')
   asked = request(chips=4)
   asked.config.mesh.hosts = 2
-  syncer, learner, _ = spec_lib.make(asked, known).programs
+  syncer, learner, _ = spec_lib.make(asked, choices).programs
   assert list(syncer.argv[-1:]) == ['--workdir=/w']
   assert list(learner.argv[-2:]) == ['--learner=l0', '--syncer=file:/w/syncer/address']
   assert (learner.hosts, learner.chips) == (2, 2)
@@ -143,7 +143,7 @@ def test_what_cannot_be_started_is_one_line_with_a_remedy(more, words):
 )
 def test_what_this_machine_cannot_give(more, words):
   with pytest.raises(ValueError, match=words):
-    local.known(request(**more))
+    local.choose(request(**more))
 
 
 @pytest.mark.parametrize(

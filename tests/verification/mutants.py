@@ -25,34 +25,16 @@ from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import join as join_lib
-from diloco_jax.protocol.syncer import (
-  ledger as ledger_lib,
-)
+from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import (
-  members as members_lib,
-)
-from diloco_jax.protocol.syncer import (
-  pace as pace_lib,
-)
-from diloco_jax.protocol.syncer import (
-  plausible,
-  recovery,
-  verdicts,
-)
-from diloco_jax.protocol.syncer import (
-  published as published_lib,
-)
-from diloco_jax.protocol.syncer import (
-  screening as screening_lib,
-)
-from diloco_jax.protocol.syncer import (
-  shards as shards_lib,
-)
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import plausible, recovery, verdicts
+from diloco_jax.protocol.syncer import published as published_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
-from diloco_jax.protocol.syncer import (
-  syncs as syncs_lib,
-)
+from diloco_jax.protocol.syncer import syncs as syncs_lib
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import network as network_lib
@@ -683,7 +665,7 @@ _ROWS = (
        'The syncer sends Finish before the disk shows that the run is over.',
        SyncerMachine, '_close_run', lambda original, self, now_ns: self._finish(now_ns)),
   _row('failed_save_counts', 'I8b', 'The syncer treats a failed last checkpoint as a good one.',
-       recovery.Saving, 'end', sees(failed=False)),
+       recovery.SyncerSaves, 'end', sees(failed=False)),
   _row('failed_fsync_ignored', 'I8', 'The log ignores a failed fsync and goes on.',
        wal.Wal, '_do', _goes_on),
   _row('record_is_not_fsynced', 'I8', 'A commit does not fsync the record.',

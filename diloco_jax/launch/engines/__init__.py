@@ -2,13 +2,13 @@
 
 A module here without an underscore in its name is an engine: `diloco launch --engine=NAME`. It has
 
-  known(request) -> spec.Known                        what only it knows
+  choose(request) -> spec.Choices                        what only it knows
   needs(described, request) -> {text: whether it is there}           if it needs anything
-  run(described, request, known) -> int               runs the programs to their end; the exit code
+  run(described, request, choices) -> int               runs the programs to their end; the exit code
   or
-  render(described, request, known) -> {file name: text}
+  render(described, request, choices) -> {file name: text}
 
-and defines the flags that it alone reads. `known` raises ValueError, one line with a remedy,
+and defines the flags that it alone reads. `choose` raises ValueError, one line with a remedy,
 for what cannot be. All engines are imported (commands/launch.py), so none imports anything heavy at
 its top.
 """

@@ -51,9 +51,9 @@ _OWNER_READS = 0o400
 _UNLIMITED = 10**6
 
 
-def known(request: spec_lib.Request) -> spec_lib.Known:
+def choose(request: spec_lib.Request) -> spec_lib.Choices:
   config, port = json.dumps(request.config.to_dict()), _METRICS_PORT.value
-  return spec_lib.Known(
+  return spec_lib.Choices(
     workdir=request.workdir or '/diloco',
     syncer=f'{request.run}-{spec_lib.SYNCER}:{_PORT}',
     listen=f'0.0.0.0:{_PORT}',
@@ -93,11 +93,11 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
 
 
 def render(
-  described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
+  described: spec_lib.Spec, request: spec_lib.Request, choices: spec_lib.Choices
 ) -> dict[str, str]:
   run, texts = described.name, {}
   for program in described.programs:
-    pod = _pod(f'{run}-{program.name}', program, known, request.stop_s)
+    pod = _pod(f'{run}-{program.name}', program, choices, request.stop_s)
     texts[f'{run}-{program.name}.yaml'] = yaml.safe_dump_all(
       _documents(run, program, pod), sort_keys=False, explicit_start=True, width=100
     )
@@ -163,7 +163,7 @@ def _job_set(program: spec_lib.Program, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(
-  name: str, program: spec_lib.Program, known: spec_lib.Known, stop_s: int
+  name: str, program: spec_lib.Program, choices: spec_lib.Choices, stop_s: int
 ) -> dict[str, Any]:
   pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': stop_s}
   environment, resources, disk = dict(program.environment), {}, {'emptyDir': {}}
@@ -181,7 +181,7 @@ def _pod(
   if program.role == spec_lib.SYNCER:
     resources = {'requests': {'cpu': _CPUS.value, 'memory': f'{_MEMORY.value}Gi'}}
     disk = {'persistentVolumeClaim': {'claimName': name}}
-  certs = {'name': 'certs', 'mountPath': f'{known.tls}/{program.name}', 'readOnly': True}
+  certs = {'name': 'certs', 'mountPath': f'{choices.tls}/{program.name}', 'readOnly': True}
   container = {
     'name': program.role,
     'image': _IMAGE.value,
@@ -189,7 +189,7 @@ def _pod(
     'args': list(program.argv),
     'env': [{'name': key, 'value': value} for key, value in environment.items()],
     'resources': resources,
-    'volumeMounts': [{'name': 'workdir', 'mountPath': known.workdir}, certs],
+    'volumeMounts': [{'name': 'workdir', 'mountPath': choices.workdir}, certs],
   }
   if port := _METRICS_PORT.value:
     container['ports'] = [{'name': 'metrics', 'containerPort': port}]

@@ -22,7 +22,7 @@ _LISTEN = flags.DEFINE_string(
 )
 
 
-def known(request: spec_lib.Request) -> spec_lib.Known:
+def choose(request: spec_lib.Request) -> spec_lib.Choices:
   if request.topology:
     raise ValueError('--topology: learners on this machine take the accelerators that it has')
   if request.tls and not (_LISTEN.value or request.syncer):
@@ -32,18 +32,18 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     )
   workdir = request.workdir or folders.new_run(request.run)
   tls = str(pathlib.Path(request.tls).absolute()) if request.tls else ''
-  return local_run.known(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
+  return local_run.choose(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
 
 
 def run(
   described: spec_lib.Spec,
   request: spec_lib.Request,
-  known: spec_lib.Known,
+  choices: spec_lib.Choices,
   programs: Callable[[spec_lib.Spec], list[supervisor_lib.LocalProgram]] = local_run.programs,
   more: Sequence[str] = (),
 ) -> int:
   """`programs`: of the supervisor. `more`: flags of the command that continues the run."""
-  config, workdir = request.config, pathlib.Path(known.workdir)
+  config, workdir = request.config, pathlib.Path(choices.workdir)
   here = programs is local_run.programs  # not on other machines
   whole = here and local_run.is_whole(config, described)
   with exits.never_retry(ValueError, files_lib.DirectoryError):

@@ -40,10 +40,10 @@ _NODE_PYTHON = flags.DEFINE_string(
 )
 
 
-def known(request: spec_lib.Request) -> spec_lib.Known:
+def choose(request: spec_lib.Request) -> spec_lib.Choices:
   """Words in braces are known once Ray has found the machines."""
   del request
-  return spec_lib.Known(
+  return spec_lib.Choices(
     workdir='{workdir}',
     syncer='file:{workdir}/address',
     listen='{ip}:0',
@@ -63,7 +63,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
   }
 
 
-def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known) -> int:
+def run(described: spec_lib.Spec, request: spec_lib.Request, choices: spec_lib.Choices) -> int:
   named = request.workdir or folders.new_run(request.run)
   if named[0] not in '~$':  # those are others on other machines
     named = os.path.abspath(named)
@@ -86,8 +86,8 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Kno
   given = [flag for flag in flags.FLAGS.get_key_flags_for_module(__name__) if flag.present]
   more = ['--engine=ray', *(flag.serialize() for flag in given if flag.name != 'resume')]
   more += [f'--workdir={named}'] if named != str(workdir) else []
-  known = dataclasses.replace(known, workdir=str(workdir))
-  return local.run(described, request, known, programs, more)
+  choices = dataclasses.replace(choices, workdir=str(workdir))
+  return local.run(described, request, choices, programs, more)
 
 
 def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:

@@ -35,7 +35,7 @@ _LEARNERS = flags.DEFINE_string(
 )
 
 
-def known(request: spec_lib.Request) -> spec_lib.Known:
+def choose(request: spec_lib.Request) -> spec_lib.Choices:
   """Words in brackets are variables of the script; no path of a run has a bracket."""
   if request.tpus:
     raise ValueError(f'--topology={request.topology}: a Slurm cluster has no TPU slices')
@@ -48,7 +48,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
       raise ValueError(f'--{flag.name}: leave {" ".join(ours)} out, the script itself decides that')
   workdir = os.path.abspath(request.workdir)
   files_lib.require_name(pathlib.Path(workdir))
-  return spec_lib.Known(
+  return spec_lib.Choices(
     workdir=workdir,
     syncer=f'file:{workdir}/{run_folder.ADDRESS}',
     listen=f'[node]:{request.port or 0}',
@@ -70,7 +70,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
 
 
 def render(
-  described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
+  described: spec_lib.Spec, request: spec_lib.Request, choices: spec_lib.Choices
 ) -> dict[str, str]:
   learners = described.learners
   environment = dict(described.programs[0].environment)
@@ -86,8 +86,8 @@ def render(
     'run': described.name,
     'program': shlex.join(cli.PROGRAM),
     'cwd': shlex.quote(os.getcwd()),
-    'workdir': shlex.quote(known.workdir),
-    'logs': shlex.quote(known.workdir.replace('%', '%%') + '/logs'),  # % is special to sbatch
+    'workdir': shlex.quote(choices.workdir),
+    'logs': shlex.quote(choices.workdir.replace('%', '%%') + '/logs'),  # % is special to sbatch
     'config': shlex.quote(f'--config={json.dumps(request.config.to_dict())}'),
     'environment': shlex.join(f'{key}={value}' for key, value in environment.items()),
     'digits': len(learners[0].name) - 1 if learners else 1,
@@ -97,7 +97,7 @@ def render(
     'ended': addresses.ENDED,
     'address': run_folder.ADDRESS,
     'commands': '\n'.join(
-      f'  {role}) {_words(program, request, known)} & ;;'
+      f'  {role}) {_words(program, request, choices)} & ;;'
       for role, program in {program.role: program for program in described.programs}.items()
     ),
     'never': exits.NEVER_RETRY,
@@ -111,11 +111,11 @@ def _options(text: str) -> str:
   return ''.join(f'{shlex.quote(word)} ' for word in shlex.split(text))
 
 
-def _words(program: spec_lib.Program, request: spec_lib.Request, known: spec_lib.Known) -> str:
+def _words(program: spec_lib.Program, request: spec_lib.Request, choices: spec_lib.Choices) -> str:
   """A command for bash. Learners differ by their names only."""
-  own = program.role == spec_lib.LEARNER and spec_lib.loop(request, known, '[name]')
+  own = program.role == spec_lib.LEARNER and spec_lib.loop(request, choices, '[name]')
   words = [] if own else [f'diloco {program.argv[1]}']
-  differ = [f'--learner={program.name}', f'--tls={known.tls}/{program.name}']
+  differ = [f'--learner={program.name}', f'--tls={choices.tls}/{program.name}']
   names = differ if program.role == spec_lib.LEARNER and not own else []
   for word in own or program.argv[2:]:
     if word in names:

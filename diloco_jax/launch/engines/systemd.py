@@ -21,10 +21,10 @@ _PAUSE_S = 5
 flags.declare_key_flag('listen')
 
 
-def known(request: spec_lib.Request) -> spec_lib.Known:
+def choose(request: spec_lib.Request) -> spec_lib.Choices:
   if request.tpus or request.config.mesh.hosts > 1:
     raise ValueError('--engine=systemd: a unit is one program of one machine; see --engine=gke')
-  return local.known(dataclasses.replace(request, topology=''))
+  return local.choose(dataclasses.replace(request, topology=''))
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
@@ -33,9 +33,9 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
 
 
 def render(
-  described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
+  described: spec_lib.Spec, request: spec_lib.Request, choices: spec_lib.Choices
 ) -> dict[str, str]:
-  del known
+  del choices
   texts = {}
   names = [f'{described.name}-{program.name}.service' for program in described.programs]
   for name, program in zip(names, described.programs):

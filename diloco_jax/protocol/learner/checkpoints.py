@@ -7,7 +7,7 @@ from diloco_jax.protocol import action_list, actions, events
 from diloco_jax.protocol import config as config_lib
 
 
-class Saving:
+class LearnerSaves:
   """Tracks the last saved step and the save in progress."""
 
   def __init__(self, config: config_lib.ProtocolConfig, out: action_list.ActionList):

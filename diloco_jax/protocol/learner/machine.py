@@ -95,7 +95,7 @@ class LearnerMachine:
     self._running = self._exited = False
     self._reported_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._saving = checkpoints.Saving(config, self._out)
+    self._saving = checkpoints.LearnerSaves(config, self._out)
 
   # --- The one entry ------------------------------------------------------------------------------
 

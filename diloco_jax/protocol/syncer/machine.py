@@ -75,7 +75,7 @@ class SyncerMachine:
     self._membership = join_lib.Membership(
       books, self._pace, self._published, self._syncs, self._screening, self._links
     )
-    self._saving = recovery.Saving(config.save_syncs, config.keep_every)
+    self._saving = recovery.SyncerSaves(config.save_syncs, config.keep_every)
     self._skipped = 0
     self._stopping = ''
     self.finished = False  # Finish is sent: learners know that the run is over

@@ -86,7 +86,7 @@ def without(machine_state: dict[str, Any], left: Collection[str]) -> dict[str, A
   return state
 
 
-class Saving:
+class SyncerSaves:
   """Counts the unsaved outer steps and tracks the save in progress."""
 
   def __init__(self, every: int, keep_every: int):

@@ -52,7 +52,7 @@ def render(engine: types.ModuleType, asked: spec_lib.Request, **flags) -> dict[s
   """What `diloco launch` with an engine writes, whatever the certificates are; `flags`: those of
   the engine. Raises ValueError: what it needs."""
   with flagsaver.flagsaver(**flags):
-    known = engine.known(asked)
+    known = engine.choose(asked)
     described = spec_lib.make(asked, known)
     needs = engine.needs(described, asked)
     if missing := [text for text, is_met in needs.items() if not is_met]:

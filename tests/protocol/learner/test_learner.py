@@ -180,9 +180,11 @@ def test_a_version_that_drops_steps_is_adopted_before_anything_is_given_or_decli
   assert of(train(machine, 30), actions.Encode), 'the pull is not lost'
 
 
-def test_another_life_saves_after_as_many_steps_as_the_first():
-  """Its steps begin at 0: counted from the last save of the life before it would not save."""
-  saving = checkpoints.Saving(config_lib.ProtocolConfig(save_steps=5), action_list.ActionList())
+def test_another_process_saves_after_as_many_steps_as_the_first():
+  """Its steps begin at 0: counted from the last save of the process before it would not save."""
+  saving = checkpoints.LearnerSaves(
+    config_lib.ProtocolConfig(save_steps=5), action_list.ActionList()
+  )
   saving.begin(clock=40, steps=40, machine_state={})
   saving.saved(0, events.SaveDone(clock=40))
   saving.begin_incarnation()
