@@ -2,9 +2,9 @@
 
 A module here without an underscore in its name is an engine: `diloco launch --engine=NAME`. It has
 
-  choose(request) -> spec.Choices                        what only it knows
+  choose(request) -> spec.Choices                      what only it can choose
   needs(described, request) -> {text: whether it is there}           if it needs anything
-  run(described, request, choices) -> int               runs the programs to their end; the exit code
+  run(described, request, choices) -> int             runs the programs to their end; exit code
   or
   render(described, request, choices) -> {file name: text}
 
