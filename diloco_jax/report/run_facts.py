@@ -227,24 +227,24 @@ class RunFacts:
         at_s = row['time'] - self.began_s
         # Else the clock was set back, as it was ahead.
         self.end_s = max(self.end_s, at_s) if self.end_s - at_s <= SET_BACK_S else at_s
-        self._take(process, at_s, fact)
+        self._note(process, at_s, fact)
     return self
 
-  def _take(self, process: str, at_s: float, fact: report_facts.Fact) -> None:
+  def _note(self, process: str, at_s: float, fact: report_facts.Fact) -> None:
     self.book.take(process, round(at_s * 1e9), fact)
     self._note_process(process, at_s, fact)
     if process in self.learners:
       self.learners[process].has_records = True
-      self._of_learner(process, at_s, fact)
+      self._note_of_learner(process, at_s, fact)
     self._note_record(process, at_s, 'its own records')
-    if processes := self._processes(process):
+    if processes := self._processes_of(process):
       processes[-1].last_s = at_s
     self.of_text |= isinstance(fact, report_facts.Eval) and fact.bits_per_byte > 0
     match fact:
       case report_facts.Eval() if self.syncer and process in self.learners:
         self.learners[process].held_out.append((self.tokens, fact.loss))
       case report_facts.Eval():
-        self._evaluated(at_s, fact)
+        self._note_eval(at_s, fact)
       case report_facts.Recovered(sync=sync):  # after a restore the clocks go back
         index = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
@@ -256,7 +256,7 @@ class RunFacts:
       case report_facts.Layout():
         self.layout = fact
       case facts.State(state='ending', reason=reason) if process == ids.SYNCER:
-        self._becomes(ids.SYNCER, 'draining', at_s, why=reason)
+        self._set_state(ids.SYNCER, 'draining', at_s, why=reason)
       case report_facts.Outer(cosines=cosines):
         for label, cosine in cosines.items():
           self.cosines.setdefault(label, []).append(cosine)
@@ -270,43 +270,45 @@ class RunFacts:
       case facts.Ledger():
         self.ledger = fact
       case facts.Synced():
-        self._synced(at_s, fact)
+        self._note_sync(at_s, fact)
       case facts.Tempo(period=period):
         self.period = period
       case facts.Cancelled(sync=sync):
         self._passed = sync
       case facts.Member():
-        self._member(at_s, fact)
+        self._note_member(at_s, fact)
       case facts.Progress(learner=name) if name in self.learners:
         self.learners[name].no_step = None
-        self._progressed(self.learners[name], at_s, fact)
+        self._note_progress(self.learners[name], at_s, fact)
       case facts.NoStep(learner=name, doing=doing) if name in self.learners:
         self.learners[name].no_step = at_s, doing, fact.idle_ns / 1e9
       case facts.Closing(learners=names):
         self.closing = at_s, tuple(names), fact.at_most_ns / 1e9
       case report_facts.Process():
-        self._process(at_s, fact)
+        self._note_supervised(at_s, fact)
       case report_facts.Exit(child=name, code=code, stopped=stopped):
-        if self._program(name) is not None:
-          if not (processes := self._processes(name)):  # it had not even begun
+        if self._program_of(name) is not None:
+          if not (processes := self._processes_of(name)):  # it had not even begun
             self._begin(name, at_s)
-          ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
+          ended = {0: self._end_without_error(name), 42: 'refused'}.get(
+            code, 'killed' if code < 0 else 'failed'
+          )
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
           why = self.texts.get(name) or (f'exit code {code}' if code > 0 else '')
-          program = self._program(name)
+          program = self._program_of(name)
           if not program.supervised or program.state != 'down':  # else it is started again
-            self._becomes(name, ended, at_s, why='' if why == ended else why)
+            self._set_state(name, ended, at_s, why='' if why == ended else why)
 
   def _note_record(self, name: str, at_s: float, known: str) -> None:
     """The syncer's records are also about its members on other machines."""
-    program = self._program(name)
+    program = self._program_of(name)
     if program is not None:
       program.heard_s, program.known = at_s, known
     for learner in self.learners.values() if name == ids.SYNCER else ():
       if not learner.has_records and (learner.is_live or not learner.known):
         learner.heard_s, learner.known = at_s, "the syncer's records"
 
-  def _program(self, name: str) -> programs.Program | None:
+  def _program_of(self, name: str) -> programs.Program | None:
     return self.syncer_facts if name == ids.SYNCER else self.learners.get(name)
 
   def _note_process(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
@@ -315,7 +317,7 @@ class RunFacts:
       return  # a supervisor, or a learner that the config has no longer
     if name == ids.SYNCER and self.syncer_facts is None:
       self.syncer_facts = programs.Program()  # its records have begun after those of a learner
-    processes = self._processes(name)
+    processes = self._processes_of(name)
     if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
       if not processes or ended or fact.begins(processes[-1].phase):
@@ -323,9 +325,9 @@ class RunFacts:
       processes[-1].phase = fact.phase
     if processes and processes[-1].ended == 'lost':  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
-      self._becomes(name, 'alone', at_s)
+      self._set_state(name, 'alone', at_s)
 
-  def _evaluated(self, at_s: float, fact: report_facts.Eval) -> None:
+  def _note_eval(self, at_s: float, fact: report_facts.Eval) -> None:
     clocks, reached = self._reached
     tokens = self.tokens  # closing syncs have merged all that is left
     if not clocks or fact.step <= clocks[-1]:  # of all learners when the foremost reached the clock
@@ -341,28 +343,28 @@ class RunFacts:
     self.evaluated_s.append(at_s)
     self.evaluated_tokens.append(tokens)
 
-  def _over(self, name: str, left: str = '') -> str:
-    """What an end without an error is: of a learner that trained to the end, or of the run."""
+  def _end_without_error(self, name: str, left: str = '') -> str:
+    """'done' if the learner, or the run, had trained to its end, else 'stopped'."""
     learner = self.learners.get(name)
     left = left or (learner.lost[-1][1] if learner and learner.lost else '')
     trained = learner and (learner.state in ('trained', 'done') or learner.step >= self.total_steps)
     return 'done' if trained or left == 'left: done' or self.progress >= 1 else 'stopped'
 
-  def _becomes(self, name: str, state: str, at_s: float, why: str = '') -> None:
-    if (program := self._program(name)) is not None:
+  def _set_state(self, name: str, state: str, at_s: float, why: str = '') -> None:
+    if (program := self._program_of(name)) is not None:
       program.why = why
       program.since_s = program.since_s if program.state == state else at_s
       program.state, program.no_step = state, None
       if isinstance(program, programs.LearnerFacts):
         program.phase = 'importing' if state == 'starting' else ''
 
-  def _processes(self, name: str) -> list[programs.Process]:
+  def _processes_of(self, name: str) -> list[programs.Process]:
     """The processes of a program, oldest first."""
-    program = self._program(name)
+    program = self._program_of(name)
     return program.processes if program else []
 
-  def _member(self, at_s: float, fact: facts.Member) -> None:
-    """Takes a fact of the syncer about a learner, also about one that was started by hand."""
+  def _note_member(self, at_s: float, fact: facts.Member) -> None:
+    """Notes a fact of the syncer about a learner, also about one that was started by hand."""
     if fact.state == 'joined':
       learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(counted=self._counted))
       learner.joined.append((at_s, fact.incarnation))
@@ -377,14 +379,14 @@ class RunFacts:
       return
     left = fact.reason.startswith('left')
     if fact.state == 'lost' or not learner.has_records:
-      self._unsupervised(learner, at_s, fact, left)
+      self._note_unsupervised(learner, at_s, fact, left)
     # Its state, until it has a newer record in this folder.
-    left_as = self._over(fact.learner, fact.reason) if left else 'down'
+    left_as = self._end_without_error(fact.learner, fact.reason) if left else 'down'
     state = 'training' if fact.state == 'joined' else left_as
-    self._becomes(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
+    self._set_state(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
-  def _unsupervised(
+  def _note_unsupervised(
     self, learner: programs.LearnerFacts, at_s: float, fact: facts.Member, left: bool
   ) -> None:
     """Follows a process whose start, on another machine, or end only the syncer has recorded."""
@@ -398,7 +400,9 @@ class RunFacts:
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
 
-  def _progressed(self, learner: programs.LearnerFacts, at_s: float, fact: facts.Progress) -> None:
+  def _note_progress(
+    self, learner: programs.LearnerFacts, at_s: float, fact: facts.Progress
+  ) -> None:
     before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
@@ -406,18 +410,18 @@ class RunFacts:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
-    self._trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
+    self._add_trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
     if learner.processes:
       process = learner.processes[-1]
       process.steps, process.last_s = process.steps + steps, at_s
       if process.first_step_s is None:
         process.first_step_s = at_s
 
-  def _of_learner(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
+  def _note_of_learner(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
     learner = self.learners[name]
     match fact:
       case report_facts.Step():
-        self._step(name, at_s, fact)
+        self._note_step(name, at_s, fact)
       case facts.Adopted():
         learner.staleness = fact.staleness
         if not fact.whole:
@@ -428,35 +432,35 @@ class RunFacts:
         learner.fresh += 1
       case report_facts.Startup(phase=done) if done in _PHASES:
         again = learner.state in programs.ENDED
-        self._becomes(name, 'starting' if again else learner.state, at_s)
+        self._set_state(name, 'starting' if again else learner.state, at_s)
         learner.phase, learner.since_s = _PHASES[done], at_s
       case facts.State():
         phase, state = learner.phase, _STATES.get(fact.state, fact.state)
         if (learner.state, fact.reason) != ('trained', 'done'):  # it ends as all do
-          self._becomes(name, state, at_s, why=fact.reason)
+          self._set_state(name, state, at_s, why=fact.reason)
         learner.phase = phase
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
         if learner.phase and fact.state == 'joined':
           learner.phase, learner.since_s = 'waiting', at_s
 
-  def _step(self, name: str, at_s: float, fact: report_facts.Step) -> None:
+  def _note_step(self, name: str, at_s: float, fact: report_facts.Step) -> None:
     learner = self.learners[name]
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
     learner.phase, learner.no_step = '', None
     if learner.state in ('waiting', 'starting'):
-      self._becomes(name, 'training', at_s)
+      self._set_state(name, 'training', at_s)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
       self._begin(name, at_s)  # started by hand: no supervisor has recorded it
     steps = fact.steps - learner.processes[-1].steps if name in self._gaps else 1
     self._gaps.discard(name)
     tokens = round(steps * learner.tokens_per_step)
-    self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
+    self._add_trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     learner.processes[-1].steps = fact.steps
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s
 
-  def _trained(
+  def _add_trained(
     self,
     learner: programs.LearnerFacts,
     at_s: float,
@@ -476,9 +480,9 @@ class RunFacts:
       clocks.append(clock)
       reached.append(self.tokens)
 
-  def _synced(self, at_s: float, fact: facts.Synced) -> None:
+  def _note_sync(self, at_s: float, fact: facts.Synced) -> None:
     if self.syncer not in (None, 'merging'):
-      self._becomes(ids.SYNCER, 'merging', at_s)
+      self._set_state(ids.SYNCER, 'merging', at_s)
     self.synced = fact
     self.merges_s.append(at_s)
     self._clocks.append(fact.sync)
@@ -493,23 +497,23 @@ class RunFacts:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
 
-  def _process(self, at_s: float, fact: report_facts.Process) -> None:
-    """Takes the new state of a program; a learner's new process is kept in its history."""
+  def _note_supervised(self, at_s: float, fact: report_facts.Process) -> None:
+    """Notes the new state of a program; a learner's new process is kept in its history."""
     self.texts[fact.child] = fact.text
-    if (program := self._program(fact.child)) is None:
+    if (program := self._program_of(fact.child)) is None:
       return
     program.supervised, program.known = True, "the supervisor's records"
     program.heard_s = at_s
-    state = self._over(fact.child) if fact.state == 'done' else fact.state
+    state = self._end_without_error(fact.child) if fact.state == 'done' else fact.state
     why = fact.text if state in programs.ENDED and fact.text != state else ''
-    self._becomes(fact.child, state, at_s, why=why)
+    self._set_state(fact.child, state, at_s, why=why)
     if fact.state == 'starting':
       self._begin(fact.child, at_s)
 
   def _begin(self, name: str, at_s: float) -> None:
-    processes = self._processes(name)
+    processes = self._processes_of(name)
     if processes and processes[-1].ended_s is None:  # nobody has recorded its end
-      program = self._program(name)
+      program = self._program_of(name)
       processes[-1].end(
         processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'
       )
