@@ -167,7 +167,7 @@ def run(
     keep_every = assembled.protocol.keep_every
     folder = folders.syncer_folder(workdir)
     checkpoints = checkpoint.Checkpoints(
-      str(folder / folders.CHECKPOINTS), keep_every, if_all_are_damaged(folder, log_files, store)
+      str(folder / folders.CHECKPOINTS), keep_every, remedy_if_damaged(folder, log_files, store)
     )
     cleanup.callback(checkpoints.close)
     cleanup.enter_context(theta.use_own_device())
@@ -221,7 +221,7 @@ def run(
     return store.finish(result, event_queue, stopped, machine.finished) if store else result
 
 
-def if_all_are_damaged(
+def remedy_if_damaged(
   folder: pathlib.Path, log_files: files_lib.Files, store: stored.Stored | None
 ) -> str:
   """What to do once no checkpoint of the syncer can be read."""

@@ -116,7 +116,7 @@ class Rig:
     )
     try:
       self.theta = global_model.Theta(assembled)
-      remedy = syncer_node.if_all_are_damaged(folder, self.disk, store)
+      remedy = syncer_node.remedy_if_damaged(folder, self.disk, store)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'), remedy=remedy)
       origin = lineage_lib.read(folder.parent) or lineage_lib.Lineage(run='0' * 16)
       self.start = syncer_node.recover(
