@@ -44,7 +44,7 @@ COMMANDS = {
   'certs': 'make and check the certificates of a run on several machines',
 }
 _FIRST = {'train': 'run', 'status': 'look', 'simulate': 'test', 'restore': 'keep'}  # of each group
-_OF_VERIFICATION = ('plan', 'simulate', 'chaos', 'replay')
+_VERIFICATION_COMMANDS = ('plan', 'simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
 _COMPLETION = 'completion'
@@ -93,7 +93,7 @@ def main() -> NoReturn:
 
 def module(name: str) -> str:
   """The module of a command."""
-  package = 'diloco_jax.verification' if name in _OF_VERIFICATION else 'diloco_jax'
+  package = 'diloco_jax.verification' if name in _VERIFICATION_COMMANDS else 'diloco_jax'
   return f'{package}.commands.{name}'
 
 

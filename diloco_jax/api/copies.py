@@ -38,7 +38,7 @@ from diloco_jax.process import own_model
 from diloco_jax.train import mesh as mesh_lib
 
 _NEW, _MOVES, _STAYS, _FREE = 'new', 'moves', 'stays', 'free'
-_OF_OPTAX = {  # by the type of a node of optax.contrib, its field that is a copy
+_OPTAX_COPIES = {  # by the type of a node of optax.contrib, its field that is a copy
   'COCOBState': ('init_particles', _MOVES),
   'DoGState': ('init_params', _MOVES),
   'DoWGState': ('init_params', _MOVES),
@@ -62,8 +62,8 @@ class Copies:
   def __init__(self, params: Named, kept: Named, nodes: Mapping[str, str]):
     known = {}
     for path, node in nodes.items():
-      if node in _OF_OPTAX:
-        field, kind = _OF_OPTAX[node]
+      if node in _OPTAX_COPIES:
+        field, kind = _OPTAX_COPIES[node]
         known[f'{path}/{field}'.lstrip('/')] = kind
     groups = groups_of(params, kept)
     self._groups = {
@@ -134,8 +134,8 @@ class Copies:
   def restore(
     self, params: Named, kept: Named, restored_names: Collection[str], copied: Named
   ) -> None:
-    """The names in `taken` are those of a checkpoint, whose copies are of the parameters `copied`;
-    {}: these are not known, since none has moved."""
+    """The values of `restored_names` come from a checkpoint, whose copies are of the parameters
+    `copied`; {}: these are not known, since none has moved."""
     self._hold(params, kept)
     for path, group in self._groups.items():
       if group.keys() <= set(restored_names):

@@ -120,7 +120,7 @@ class OwnArrays:
     config: run_config.Config,
     run: str,
     say: Callable[[str], None],
-  ) -> Iterator[moments_lib.Found | None]:
+  ) -> Iterator[moments_lib.SavedMoments | None]:
     """Takes the moments that are found, of others those of this `run`, and a folder to save these.
     `say` prints a line for people. Raises DirectoryError if another process has it, ValueError if
     some cannot be saved."""
@@ -144,7 +144,7 @@ class OwnArrays:
           restored = restored._replace(moments=None)
         yield restored
 
-  def _moments_of(self, restored: moments_lib.Found, learner: str) -> dict[str, Any]:
+  def _moments_of(self, restored: moments_lib.SavedMoments, learner: str) -> dict[str, Any]:
     """What of a checkpoint is taken: of another learner the state of its optimizer alone, without
     random keys, which are unsigned numbers: two learners would draw the same ones."""
     if restored.learner == learner:

@@ -23,7 +23,7 @@ from diloco_jax.storage import folders
 from diloco_jax.transport import payloads as payloads_lib
 
 
-class Node(NamedTuple):
+class LoopNode(NamedTuple):
   """The node of a learner, as its loop uses it.
 
   Attributes:
@@ -53,7 +53,7 @@ def begin(
   connect: ports.MakeTransport,
   wait_s: float,
   cleanup: contextlib.ExitStack,
-) -> Node:
+) -> LoopNode:
   """Begins the node of a learner, or of one of its hosts, until `cleanup`.
 
   Args:
@@ -101,7 +101,7 @@ def begin(
       None if own or arrays.moments is None else origin,
     )
   )
-  return Node(
+  return LoopNode(
     work, event_queue.post, event_queue.fail, records.say, ended, restored and restored.step
   )
 
@@ -110,9 +110,9 @@ def _led(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
   learner: str,
-  restored: moments_lib.Found | None,
+  restored: moments_lib.SavedMoments | None,
   cleanup: contextlib.ExitStack,
-) -> Node:
+) -> LoopNode:
   """The node of a host that does not lead: it has no machine."""
   records = hosts_lib.Quiet(learner)
   work = hosts_lib.LedWork(assembled, arrays, records)
@@ -124,4 +124,4 @@ def _led(
   ended: futures.Future[actions.Exit] = futures.Future()
   ended.set_result(hosts_lib.ENDED_BY_LEAD)
   nowhere = lambda event: None
-  return Node(work, nowhere, nowhere, records.say, ended, restored and restored.step)
+  return LoopNode(work, nowhere, nowhere, records.say, ended, restored and restored.step)

@@ -60,11 +60,15 @@ class Peer:
   """
 
   def __init__(
-    self, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.Node | None
+    self,
+    arrays: own_arrays.OwnArrays,
+    total_steps: int,
+    learner: str,
+    node: own_node.LoopNode | None,
   ):
     self.total_steps, self.learner = total_steps, learner
     self._arrays = arrays
-    self._node = typing.cast(own_node.Node, node)  # None: the run has ended
+    self._node = typing.cast(own_node.LoopNode, node)  # None: the run has ended
     self._advice = advice_lib.Advice(arrays.params, node and node.restored_step)
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
@@ -88,7 +92,7 @@ class Peer:
 
   @classmethod
   def begin(
-    cls, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.Node
+    cls, arrays: own_arrays.OwnArrays, total_steps: int, learner: str, node: own_node.LoopNode
   ) -> 'Peer':
     """A learner before its first step, with the parameters of the run."""
     for line in arrays.form.describe():

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
     config = assembled.config.of('syncer')
     task = build.make_task(config)
-    things, names = brought.things(config, task), ('data', *brought.OF_TEXT)
+    things, names = brought.things(config, task), ('data', *brought.TEXT_THINGS)
     brought.require(load.brought(folder), things, names, says=('data', *brought.SAID))
     models = follow.models(folder, _WORKDIR.value or '', *cli.follow_flags())
     if _SUITE.value:

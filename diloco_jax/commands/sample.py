@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         'which has no `logits` and `tokenizer` (train/task.py); '
         f'diloco_jax.load_params({str(folder)!r}) gives its parameters'
       )
-    brought.require(load.brought(folder), assembled.things, brought.OF_TEXT)
+    brought.require(load.brought(folder), assembled.things, brought.TEXT_THINGS)
     tokenizer, length = task.tokenizer(), assembled.config.data.seq_len
     prompt = tokenizer.encode([_PROMPT.value])[0]
     for _, heading, params in follow.models(folder, _WORKDIR.value or '', *cli.follow_flags()):

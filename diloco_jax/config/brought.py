@@ -24,7 +24,7 @@ from diloco_jax.train import tokenizer as tokenizer_lib
 
 SAID = 'library', 'task'
 MODEL = 'initial model'
-OF_TEXT = 'tokenizer', 'library'
+TEXT_THINGS = 'tokenizer', 'library'
 Things = Mapping[str, tuple[Callable[[], str], Callable[[], fingerprint.Files]]]  # and its files
 
 

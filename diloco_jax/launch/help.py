@@ -11,7 +11,7 @@ from diloco_jax.config import fields, load
 from diloco_jax.report import folder as folder_lib
 
 COLUMNS = 80
-_OF_ENGINE = re.compile('(gke|ray|slurm): ')  # flags that `--help` leaves out
+_ENGINE_FLAG = re.compile('(gke|ray|slurm): ')  # flags that `--help` leaves out
 _FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
 
 
@@ -19,7 +19,7 @@ def text(module: types.ModuleType, full: bool) -> str:
   """The docstring of a command's module and its flags; with `full` all fields of the config."""
   parts = [_prose(part) for part in (module.__doc__ or '').strip().split('\n\n')]
   own = sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name)
-  if shown := [_flag_text(flag) for flag in own if full or not _OF_ENGINE.match(flag.help)]:
+  if shown := [_flag_text(flag) for flag in own if full or not _ENGINE_FLAG.match(flag.help)]:
     parts.append('\n'.join(['Flags:', *shown]))
   if 'config' in flags.FLAGS:
     name = module.__name__.rpartition('.')[2]

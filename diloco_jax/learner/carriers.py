@@ -20,7 +20,7 @@ from diloco_jax.numerics import codecs
 Lower = Callable[..., jax.stages.Lowered]
 
 
-class Programs:
+class CompiledFunctions:
   """Functions that are compiled on first use, each once, or ahead of it.
 
   Attributes:
@@ -69,7 +69,7 @@ class Bytes:
 
   def __init__(
     self,
-    programs: Programs,
+    programs: CompiledFunctions,
     codec_up: codecs.Codec,
     codec_down: codecs.Codec,
     replicated: jax.sharding.Sharding | None,
@@ -80,7 +80,7 @@ class Bytes:
     self._replicated = replicated
 
   def needs(self, kind: split.Kind) -> list[tuple]:
-    """What it has compiled for a fragment, as arguments of `Programs.get`."""
+    """What it has compiled for a fragment, as arguments of `CompiledFunctions.get`."""
     del kind
     return []
 

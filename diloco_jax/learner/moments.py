@@ -13,7 +13,7 @@ from diloco_jax.protocol import formats
 from diloco_jax.storage import folders, json_files, states, tree_digest
 
 
-class Found(NamedTuple):
+class SavedMoments(NamedTuple):
   """Moments from the checkpoint of `learner` at `step`, with the machine's state in it."""
 
   learner: str
@@ -34,7 +34,7 @@ def find(
   say: Callable[[str], None],
   part: str = 'opt_state',
   run: str | None = None,
-) -> Found | None:
+) -> SavedMoments | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
   if there is one, else of any other; None: there is none.
 
@@ -57,13 +57,13 @@ def find(
     }
     return [path for _, path in sorted(ages.items())]
 
-  def use(path: json_files.Place) -> Found | None:
+  def use(path: json_files.Place) -> SavedMoments | None:
     name = path.parts[-3]
     try:
       manifest = states.read(path, f'{name}/{path.name}')
       if name == learner or run in (None, manifest.run):
         _, moments = states.load_on_host(path, like, f'{part}/')
-        return Found(
+        return SavedMoments(
           name, manifest.record['step'], moments, manifest.record['protocol']['protocol']
         )
     except formats.OtherFormat:
@@ -79,7 +79,7 @@ def find(
   return None
 
 
-def describe(saved: Found | None, place: json_files.Place, given: str) -> str:
+def describe(saved: SavedMoments | None, place: json_files.Place, given: str) -> str:
   """The line that a process without a checkpoint prints when it joins a run in progress. `given`:
   its moments if nothing was found."""
   if saved is not None:

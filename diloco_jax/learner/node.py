@@ -35,7 +35,7 @@ from diloco_jax.storage import store as store_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
-Origin = tuple[moments_lib.Found | None, str]  # whose moments, and the line about them
+Origin = tuple[moments_lib.SavedMoments | None, str]  # whose moments, and the line about them
 
 
 class LearnerRecords:

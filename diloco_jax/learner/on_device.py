@@ -52,7 +52,7 @@ class Exchange:
     self._first_rows: list[np.ndarray] = []
     order = {path: index for index, path in enumerate(fragments.by_path(island.params))}
     self.kinds = self._make_kinds(order)
-    self._programs = carriers.Programs(compiled)
+    self._programs = carriers.CompiledFunctions(compiled)
     carrier = carriers.HostsBytes if jax.process_count() > 1 else carriers.Bytes
     self._carrier = (carriers.Arrays if in_process else carrier)(
       self._programs, self._codec_up, self._codec_down, island.replicated

@@ -3,17 +3,17 @@
 One sync of fragment p, with A_v the value published as version v (learners hold it as their anchor,
 bit for bit), Theta the syncer's float32 master, C and D a codec's encode and decode:
 
-  learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
-  syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule       block_squares
+  learner m   bytes_m = C_up(A_v - theta_m)                                   pseudo_gradient
+  syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule    block_squares
               <D_up(bytes_m), D_up(bytes_k)>, if the merge rule asks          block_products
-              u       = sum_m factor_m D_up(bytes_m)                                add_rows
-              bytes'  = C_log(stretch u)                                   outer_gradient
+              u       = sum_m factor_m D_up(bytes_m)                          add_rows
+              bytes'  = C_log(stretch u)                                      outer_gradient
               Theta'  = Theta - OuterOpt(D_log(bytes'))
               bytes   = C_down(Theta' - A_v)
-              A_{v+1} = A_v + D_down(bytes)                                     outer_step
-  learner m   theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       adopt
-           or theta_m <- A_{v+1}                                                 adopt
-              A_{v+1} = A_v + D_down(bytes)                                     apply_delta
+              A_{v+1} = A_v + D_down(bytes)                                   outer_step
+  learner m   theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                    adopt
+           or theta_m <- A_{v+1}                                              adopt
+              A_{v+1} = A_v + D_down(bytes)                                   apply_delta
 
 with c_m = D_up(bytes_m) if the syncer merged it, else 0. Parameters of fewer bits than float32
 hold A_v rounded; what they have moved is counted from there (`round_to`), or every learner would

@@ -232,12 +232,12 @@ def shortening(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np
   for count in set(steps_M.tolist()):
     alike_MxT = lengths_MxT[2 * steps_M >= count]
     if len(alike_MxT) > 2:
-      most_T, of_count = (
+      most_T, is_count_M = (
         LONGEST * majority_lib.clip_lengths(alike_MxT).max(axis=0),
         steps_M == count,
       )
-      lengths = np.where(lengths_MxT[of_count] > 0, lengths_MxT[of_count], 1.0)
-      factors_MxT[of_count] = np.minimum(1.0, most_T / lengths)
+      lengths = np.where(lengths_MxT[is_count_M] > 0, lengths_MxT[is_count_M], 1.0)
+      factors_MxT[is_count_M] = np.minimum(1.0, most_T / lengths)
   return factors_MxT
 
 
@@ -335,15 +335,15 @@ def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule
   }
 
   def factors(rows: Rows) -> np.ndarray:
-    made_MxT = np.empty(rows.lengths_MxT.shape)
+    factors_MxT = np.empty(rows.lengths_MxT.shape)
     for label, at in columns.items():
-      made_MxT[:, at] = rules[label].factors(rows.tensors(at))
-    return made_MxT
+      factors_MxT[:, at] = rules[label].factors(rows.tensors(at))
+    return factors_MxT
 
   def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
-    made_T = np.empty(sums_T.shape)
+    stretches_T = np.empty(sums_T.shape)
     for label, at in columns.items():
-      made_T[at] = rules[label].stretch(rows.tensors(at), sums_T[at])
-    return made_T
+      stretches_T[at] = rules[label].stretch(rows.tensors(at), sums_T[at])
+    return stretches_T
 
   return MergeRule(factors, stretch, any(rules[label].cosines for label in columns))

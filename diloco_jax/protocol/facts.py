@@ -206,6 +206,6 @@ class Adopted:
   reason: str
 
 
-_OfSync = Opened | Merging | Synced | Cancelled | Refused | Closing
-_SyncerFact = _OfSync | Ledger | Member | Progress | Link | Tempo
+_SyncFact = Opened | Merging | Synced | Cancelled | Refused | Closing
+_SyncerFact = _SyncFact | Ledger | Member | Progress | Link | Tempo
 Fact = _SyncerFact | State | Adopted | NoStep

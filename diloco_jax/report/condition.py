@@ -1,4 +1,4 @@
-"""What is so: what each process of a run does, and the run: since when, why, how it is known.
+"""The condition of each process of a run, and of the run: since when, why, how it is known.
 
 It is decided here alone, from the newest facts (run_facts.py); the lines of `train`, the page, the
 file, the report, /metrics and the notices print it. They print a state as present only while its
@@ -117,8 +117,8 @@ RUN_STATES = {
 def of_program(
   program: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
 ) -> Condition:
-  """The condition of the syncer or a learner. `program`: programs.Program; `others`: for whom a
-  learner waits; `over`: nobody starts it again, as the syncer has ended."""
+  """The condition of the syncer or a learner. `program`: programs.ProgramFacts; `others`: for whom
+  a learner waits; `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = program.phase or program.state, program.why, program.since_s
   if program.quarantine:
     state, why = 'in quarantine', program.quarantine

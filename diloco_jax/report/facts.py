@@ -190,9 +190,9 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Layout | Outer | Traffic | Followers | Recovered
-_OfLearner = Step | Metrics | Cost | Eval | Moments
-Fact = facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
+_SyncerFact = Layout | Outer | Traffic | Followers | Recovered
+_LearnerFact = Step | Metrics | Cost | Eval | Moments
+Fact = facts.Fact | _LearnerFact | _SyncerFact | Startup | Missing | Process | Exit
 
 name = facts.name
 _KINDS = {

@@ -73,7 +73,7 @@ def status_line(view: run_facts.RunFacts) -> str:
 
 
 def _learners(view: run_facts.RunFacts) -> list[str]:
-  """What each does, in words; of many those of which something is to be said, and counts."""
+  """A text for each learner; of many learners only the faulty ones, and counts of the others."""
   so = {name: view.condition(name) for name in view.ordered}
   steps = {name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in so}
   bad = {condition.FAULT, condition.SILENT}

@@ -18,7 +18,7 @@ times = functools.partial(array.array, 'd')
 
 
 @dataclasses.dataclass(slots=True)
-class Process:
+class ProcessFacts:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
   fact; `phase`: the last of its start; `ended`: done, killed, failed, refused, stopped, '' (still
   runs), or lost: the syncer lost it, or it began again, and nobody has recorded its end."""
@@ -39,7 +39,7 @@ class Process:
 
 
 @dataclasses.dataclass(slots=True)
-class Program:
+class ProgramFacts:
   """What the records have about the syncer or a learner; condition.py decides what is so.
 
   Attributes:
@@ -61,11 +61,11 @@ class Program:
   supervised: bool = False
   no_step: tuple[float, str, float] | None = None
   quarantine: str = ''
-  processes: list[Process] = dataclasses.field(default_factory=list)
+  processes: list[ProcessFacts] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
-class LearnerFacts(Program):
+class LearnerFacts(ProgramFacts):
   """Everything about one learner.
 
   Attributes:

@@ -29,8 +29,8 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer_facts: of the syncer; None: the learner has none.
     looked_at: wall-clock time at which somebody looks; None: that of the newest fact.
-    silent_s: how old what is so may be; fresh: processes with new records since then, whatever
-      their clocks say.
+    silent_s: a condition counts as past once its records are older than this.
+    fresh: processes with new records at this look, whatever their clocks say.
     closing: the newest fact of the syncer for whom it waits: when, for whom, how long at most.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
@@ -67,7 +67,7 @@ class RunFacts:
     """`quorum`, `steps_per_sync`: see book.py. `counted`: of a new learner."""
     self._counted = counted
     self.learners = {name: programs.LearnerFacts(counted=counted) for name in learners}
-    self.syncer_facts = programs.Program() if syncer else None
+    self.syncer_facts = programs.ProgramFacts() if syncer else None
     self.silent_s, self.fresh = silent_s, set[str]()
     self.looked_at: float | None = None
     self.closing: tuple[float, tuple[str, ...], float] | None = None
@@ -104,7 +104,7 @@ class RunFacts:
     return self.syncer_facts and self.syncer_facts.state
 
   @property
-  def syncer_processes(self) -> list[programs.Process]:
+  def syncer_processes(self) -> list[programs.ProcessFacts]:
     return self.syncer_facts.processes if self.syncer_facts else []
 
   @property
@@ -308,7 +308,7 @@ class RunFacts:
       if not learner.has_records and (learner.is_live or not learner.known):
         learner.heard_s, learner.known = at_s, "the syncer's records"
 
-  def _program_of(self, name: str) -> programs.Program | None:
+  def _program_of(self, name: str) -> programs.ProgramFacts | None:
     return self.syncer_facts if name == ids.SYNCER else self.learners.get(name)
 
   def _note_process(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
@@ -316,7 +316,7 @@ class RunFacts:
     if name != ids.SYNCER and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
     if name == ids.SYNCER and self.syncer_facts is None:
-      self.syncer_facts = programs.Program()  # its records have begun after those of a learner
+      self.syncer_facts = programs.ProgramFacts()  # its records have begun after those of a learner
     processes = self._processes_of(name)
     if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
@@ -358,7 +358,7 @@ class RunFacts:
       if isinstance(program, programs.LearnerFacts):
         program.phase = 'importing' if state == 'starting' else ''
 
-  def _processes_of(self, name: str) -> list[programs.Process]:
+  def _processes_of(self, name: str) -> list[programs.ProcessFacts]:
     """The processes of a program, oldest first."""
     program = self._program_of(name)
     return program.processes if program else []
@@ -517,7 +517,7 @@ class RunFacts:
       processes[-1].end(
         processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'
       )
-    processes.append(programs.Process(at_s))
+    processes.append(programs.ProcessFacts(at_s))
 
 
 _PHASES = {  # what follows a phase that has ended (facts.Startup)

@@ -32,9 +32,11 @@ _POLICY = (
 )
 
 # What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
-_OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
-_OF_RUN += ' bytes_down goodput token_goodput uptime learners_connected followers versions_behind'
-_OF_LEARNER = 'connected loss step tokens_per_second staleness incarnation goodput merged'
+_RUN_METRICS = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
+_RUN_METRICS += (
+  ' bytes_down goodput token_goodput uptime learners_connected followers versions_behind'
+)
+_LEARNER_METRICS = 'connected loss step tokens_per_second staleness incarnation goodput merged'
 
 
 class Watch:
@@ -226,7 +228,10 @@ def metrics(run: dict[str, Any]) -> str:
   flat |= {'goodput': flat.get('training_since_joined'), 'token_goodput': flat.get('token')}
   learners = {f'{{learner={json.dumps(name)}}}': row for name, row in run['learners'].items()}
   text = _states('run', {'': run}) + _states('learner', run['learners'])
-  for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
+  for start, names, rows in (
+    ('', _RUN_METRICS, {'': flat}),
+    ('learner_', _LEARNER_METRICS, learners),
+  ):
     for name in names.split():
       samples = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
       about = f'{name.replace("_", " ")}: docs/reference/metrics.md'

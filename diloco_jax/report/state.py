@@ -17,8 +17,8 @@ POINTS = 400  # of a curve
 PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'end_s total_steps tokens_per_second seconds_left'.split()
-_OF_LEARNER = 'connected step staleness incarnation'.split()
+_RUN_FIELDS = 'end_s total_steps tokens_per_second seconds_left'.split()
+_LEARNER_FIELDS = 'connected step staleness incarnation'.split()
 
 
 def state(
@@ -38,7 +38,7 @@ def state(
     for name, learner in run.learners.items()
     if learner.steps and run.works(name)
   ]
-  values = {name: getattr(run, name) for name in _OF_RUN} | {
+  values = {name: getattr(run, name) for name in _RUN_FIELDS} | {
     'name': config.name if config else 'run',
     'folder': folder_name.encode(errors='replace').decode(),  # what no encoding has, as ?
     'progress': run.progress if config else None,
@@ -76,7 +76,7 @@ def _so(so: condition.Condition) -> dict[str, Any]:
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
-  return {name: getattr(learner, name) for name in _OF_LEARNER} | {
+  return {name: getattr(learner, name) for name in _LEARNER_FIELDS} | {
     'loss': learner.loss,
     'tokens_per_second': learner.tokens_per_second if run.works(name) else 0.0,
     'condition': _so(run.condition(name)),
@@ -142,7 +142,7 @@ def _curve(learner: programs.LearnerFacts) -> list[list]:
   return [list(column) for column in zip(*points)] or [[], [], []]
 
 
-def _drawn(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
+def _drawn(processes: list[programs.ProcessFacts], now_s: float = 0.0) -> list[list]:
   """For each process: began, first step, end, and how it ended ('': not known). If it has not, to
   its last fact; before its first step, as it may compile for long, to `now_s`."""
   lasts = [max(p.last_s, now_s) if p.first_step_s is None else p.last_s for p in processes]

@@ -33,7 +33,7 @@ TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
 MANY = 12  # learners, from which on only the unusual ones have a line each
-_THREE = {'steps': 'steps', 'tokens': 'tokens', 'loss': 'loss', 'merged': 'contributions_merged'}
+_SPREADS = {'steps': 'steps', 'tokens': 'tokens', 'loss': 'loss', 'merged': 'contributions_merged'}
 
 
 def write(
@@ -367,7 +367,7 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   lines, many = [], len(rows) > MANY
   if many:
     lines.append(f'{len(rows)} learners; least, median and most of all:')
-    lines += [f'  {word:11}{_three(rows.values(), what)}' for word, what in _THREE.items()]
+    lines += [f'  {word:11}{_spread(rows.values(), what)}' for word, what in _SPREADS.items()]
     lines.append('Those of which more is to be said:')
   for name, row in rows.items():
     if many and not _describe_status(row):
@@ -397,7 +397,7 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   return lines + _clock_lines(summary)
 
 
-def _three(rows: Iterable[Mapping[str, Any]], what: str) -> str:
+def _spread(rows: Iterable[Mapping[str, Any]], what: str) -> str:
   known = sorted(row[what] for row in rows if row[what] is not None)
   if not known:
     return 'not known'

@@ -95,7 +95,7 @@ def test_what_has_changed_is_refused_or_said_with_its_file_and_time(name, run, c
 
 def test_another_library_is_said(run, monkeypatch, capfd):
   monkeypatch.setattr(tokenizer_lib.importlib.metadata, 'version', lambda package: '99')
-  brought.require(load.brought(run), _assembled(run).things, brought.OF_TEXT)
+  brought.require(load.brought(run), _assembled(run).things, brought.TEXT_THINGS)
   assert (
     'the library is not what the run has begun with: tokenizers 99 now' in capfd.readouterr().err
   )

@@ -88,7 +88,7 @@ def test_fresh_moments_are_reported_once_they_cost_something(clock, learner, rec
   """A learner that joins a new run seconds after the others has missed nothing."""
   reported, said = [], []
   recorder = types.SimpleNamespace(say=said.append, report=reported.append)
-  saved = moments_lib.Found(learner, 9, None, {}) if learner else None
+  saved = moments_lib.SavedMoments(learner, 9, None, {}) if learner else None
   records = learner_node.LearnerRecords(recorder, (saved, 'text'), late=30)
   records.report(facts.State(state='joined', incarnation=1, clock=clock))
   assert [fact.of for fact in reported if isinstance(fact, report_facts.Moments)] == recorded

@@ -97,7 +97,7 @@ def fold(*rows: tuple[str, dict[str, Any]], learners=('l0', 'l1')) -> run_facts.
   return run_facts.RunFacts(learners, 10).take(rows)
 
 
-def lives(processes: list[programs.Process]) -> list[tuple[float, float | None, str]]:
+def lives(processes: list[programs.ProcessFacts]) -> list[tuple[float, float | None, str]]:
   """Of each process: when it started, when it ended, and how."""
   return [(process.started_s, process.ended_s, process.ended) for process in processes]
 

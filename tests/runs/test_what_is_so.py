@@ -24,7 +24,11 @@ class World:
   """A syncer and loops in one folder."""
 
   def __init__(self, folder: pathlib.Path, start: Callable[..., programs.Program]):
-    self.run, self.processes, self._start = folder / 'own', dict[str, programs.Program](), start
+    self.run, self.processes, self._start = (
+      folder / 'own',
+      dict[str, programs.Program](),
+      start,
+    )
     self._watch: serve.Watch | None = None
 
   def syncer(self, steps: int) -> None:

@@ -21,7 +21,7 @@ from diloco_jax.process import exits, restarts, run_folder
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
-_OF_SCRIPT = re.compile(  # options that the script sets itself, or that would break it
+_RESERVED_OPTIONS = re.compile(  # options that the script sets itself, or that would break it
   '-[aDdeJNnoW]|--(array|chdir|dependency|error|job-name|nodes|no-requeue|ntasks|open-mode|output|'
   r'parsable|requeue|signal|test-only|wait|wrap)\b'
 )
@@ -44,7 +44,7 @@ def choose(request: spec_lib.Request) -> spec_lib.Choices:
       words = shlex.split(flag.value)
     except ValueError as error:
       raise ValueError(f'--{flag.name}={flag.value}: {error}') from error
-    if ours := [word for word in words if _OF_SCRIPT.match(word)]:
+    if ours := [word for word in words if _RESERVED_OPTIONS.match(word)]:
       raise ValueError(f'--{flag.name}: leave {" ".join(ours)} out, the script itself decides that')
   workdir = os.path.abspath(request.workdir)
   files_lib.require_name(pathlib.Path(workdir))
