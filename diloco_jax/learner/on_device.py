@@ -205,8 +205,9 @@ class Exchange:
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
     digest = functools.partial(self._programs.get, self._lower_digest)
-    digests = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
-    return tuple(map(digest_lib.as_int, digests))
+    # In turn: see tree_digest.py for many all-reduces at once.
+    pairs = zip(self.kinds, self.anchors)
+    return tuple(digest_lib.as_int(digest(kind)(anchor)) for kind, anchor in pairs)
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the

@@ -50,7 +50,7 @@ def describe(tree: Any) -> list[tuple[str, list[int], str, int]]:
 
 def digests(tree: Any) -> dict[str, int]:
   """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
-  numbers = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_leaf, tree)
+  numbers = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_in_turn, tree)
   return {path: int(value) for path, value in jax.device_get(by_path(numbers)).items()}
 
 
@@ -95,6 +95,15 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
 _digest_leaf = jax.jit(digest_leaf)  # leaf by leaf: a program grows with its leaves
 # Of several hosts in one program: two at once could wait for each other on different hosts.
 _digest_tree = jax.jit(lambda tree: jax.tree.map(digest_leaf, tree))
+
+
+def _digest_in_turn(leaf: Any) -> jax.Array:
+  """Waits where devices are emulated: with dozens of all-reduces under way on the few threads of a
+  CPU, XLA's devices wait for each other until it ends the process."""
+  number = _digest_leaf(leaf)
+  devices = number.devices()
+  emulated = len(devices) > 1 and next(iter(devices)).platform == 'cpu'
+  return number.block_until_ready() if emulated else number
 
 
 def _spans_hosts(tree: Any) -> bool:

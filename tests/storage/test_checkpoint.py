@@ -379,3 +379,20 @@ def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path, checkpoints)
   with pytest.raises(TypeError, match='JSON'):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
   assert _restore(tmp_path) is None
+
+
+def test_emulated_devices_have_one_digest_under_way(monkeypatch):
+  """Dozens of all-reduces on the few threads of a CPU waited for each other until XLA aborted."""
+  sharding = jax.sharding.NamedSharding(
+    jax.make_mesh((2,), ('x',)), jax.sharding.PartitionSpec('x')
+  )
+  leaves = [jax.device_put(np.ones((2, 1 << 20), np.float32), sharding) for _ in range(8)]
+  numbers, compute = [], tree_digest._digest_leaf
+
+  def digest(leaf):
+    assert all(number.is_ready() for number in numbers)
+    numbers.append(compute(leaf))
+    return numbers[-1]
+
+  monkeypatch.setattr(tree_digest, '_digest_leaf', digest)
+  assert len(tree_digest.digests(leaves)) == len(numbers) == 8
