@@ -40,9 +40,9 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
   gs://BUCKET/PREFIX. A damaged state is passed over for an older one, with a warning.
 
   `into`: what a loop of the user's own has given to `join`, a tree, a TrainState or (model,
-  nnx.Optimizer): returned with the parameters of the run, in the dtypes and shardings of its own;
-  all else of it stays. (model, optimizer) is changed in place. For shapes (`jax.eval_shape`) arrays
-  of NumPy are returned.
+  nnx.Optimizer), or the part of a state that `exchange` returns: returned with the parameters of
+  the run, in the dtypes and shardings of its own; all else of it stays. (model, optimizer) is
+  changed in place. For shapes (`jax.eval_shape`) arrays of NumPy are returned.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet, or one that does not fit

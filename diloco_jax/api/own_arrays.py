@@ -35,6 +35,7 @@ class OwnArrays:
     self.form = form
     self.checkpoints: checkpoint.Checkpoints | None = None
     named, kept = form.split(params, opt_state)
+    self._numbers = _numbers(kept)
     named = jax.tree.map(copies.own, own_model.as_arrays(named, 'params'))
     kept = jax.tree.map(copies.own, own_model.as_arrays(kept, 'opt_state'))
     several = hosts_lib.are_several(named)
@@ -65,10 +66,16 @@ class OwnArrays:
     held = self.params, self.moments
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
 
+  @property
+  def kept(self) -> dict[str, Any] | None:
+    """The moments, in which Python's own numbers are such numbers, as the loop gave them."""
+    return self.moments and self.moments | self._numbers
+
   def take(self, params: dict[str, Any], moments: dict[str, Any] | None) -> None:
     """Holds these arrays from now on, where those of `join` were."""
     at = self.shardings
     self.params = {name: copies.put(leaf, at.params[name]) for name, leaf in params.items()}
+    self._numbers = _numbers(moments)
     put = lambda name, leaf: copies.put(leaf, at.opt_state[name])
     self.moments = moments and {name: put(name, leaf) for name, leaf in moments.items()}
 
@@ -135,8 +142,10 @@ class OwnArrays:
         restored = moments_lib.find(place, learner, self.moments, say, run=run)
         hosts_lib.require_same('the state', str(restored and (restored.learner, restored.step)))
         if restored is not None:
-          moments = self._moments_of(restored, learner)
+          moments, numbers = self._moments_of(restored, learner), self._numbers
           self.take(self.params, self.moments | moments)
+          of_saved = lambda name, number: type(number)(moments.get(name, number))
+          self._numbers = {name: of_saved(name, number) for name, number in numbers.items()}
           of = moments_lib.find(place, restored.learner, self._copied(), say, 'copied')
           alike = of is not None and of[:2] == restored[:2]
           copied = jax.tree.map(jnp.asarray, of.moments) if alike else {}
@@ -151,6 +160,10 @@ class OwnArrays:
       return restored.moments
     is_own = lambda name: name not in self.form.optimizer or self.moments[name].dtype.kind == 'u'
     return {name: leaf for name, leaf in restored.moments.items() if not is_own(name)}
+
+
+def _numbers(kept: dict[str, Any] | None) -> dict[str, Any]:
+  return {name: leaf for name, leaf in (kept or {}).items() if not hasattr(leaf, 'dtype')}
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:

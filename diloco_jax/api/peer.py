@@ -134,7 +134,7 @@ class Peer:
     return self._rebuild()[1]
 
   def _rebuild(self) -> tuple[Any, Any]:
-    return self._arrays.form.rebuild(self._arrays.params, self._arrays.moments)
+    return self._arrays.form.rebuild(self._arrays.params, self._arrays.kept)
 
   @property
   def shard(self) -> tuple[int, int]:
@@ -153,8 +153,9 @@ class Peer:
       self._require_own_process()
       if not self._synced:
         raise RuntimeError(
-          'peer.sync was not called after the last step: call it once per step; in '
-          'zip(peer.steps(), batches), which takes a step first, the batches may have no end'
+          'peer.sync has not returned since the last step: call it once per step, in the thread of '
+          'the loop; in zip(peer.steps(), batches), which takes a step first, the batches may '
+          'have no end'
         )
       self._synced, self._stepping = False, True
       begun_ns = time.monotonic_ns()
@@ -241,6 +242,11 @@ class Peer:
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
     named, kept = self._arrays.form.split(params, opt_state)
+    if kept and not named and opt_state is None:
+      raise ValueError(
+        'what sync was given has no array that join exchanges: give it the whole state, as join '
+        'got it, and go on with the state that it returns'
+      )
     if opt_state is None:  # a whole state, of which the last sync has returned all
       self._advice.moments_read()
     if not self._advice.params_read:  # a first step, on arrays that are not the run's
@@ -402,7 +408,7 @@ class Peer:
     if self._arrays.consumed and not self.failed:  # nothing to contribute, as after a crash
       self.clock, self.failed = None, True
       self._node.fail(Ended('left after a step that had consumed the parameters'))
-    with self._ends_with_an_error():
+    with self._calls, self._ends_with_an_error():  # not beside a sync of another thread
       if self.clock is not None:
         self._node.work.exchange.borrow()  # what the last sync has returned stays the loop's
         self._node.post(events.Stop(reason='its loop ended'))

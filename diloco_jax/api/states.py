@@ -81,6 +81,11 @@ class Form:
     )
     tree = self._tree(given, opt_state)
     picked = _pick(given, exchange) if exchange else tree[0]
+    if exchange and (wrong := list(_of_optimizers(picked).values())):
+      raise ValueError(
+        f'exchange: of what it returns {wrong[0]}, and no parameter. Nothing was sent. Return what '
+        'the gradient is taken of alone, as `lambda state: state.model`'
+      )
     counted = own_model.statistics(picked)
     usual = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
     self.label = label or usual
@@ -95,7 +100,10 @@ class Form:
     of_optax = tuple(f'{path}/' for path in self.nodes)
     is_optimizers = lambda name: 'opt_state' in name.split('/') or name.startswith(of_optax)
     self.optimizer = {name for name in kept or () if not self._whole or is_optimizers(name)}
-    self._lines = [_line(named, kept if kept and self._whole else {})]
+    fields = {path.split('/')[0] for path in self._short}
+    is_setting = lambda name: name.split('/')[0] in fields and not hasattr(kept[name], 'dtype')
+    shown = [name for name in kept or () if self._whole and not is_setting(name)]
+    self._lines = [_line(named, shown)]
     if label:
       self._lines.append(header.labels(map(label, named)))
 
@@ -216,13 +224,12 @@ def require_model(given: Any) -> None:
   fields: dict[str, dict[str, Any]] = {}
   ways: dict[str, str] = {}  # to a field, as '.model' or "['model']"
   for keys, leaf in jax.tree_util.tree_leaves_with_path(given):
+    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and isinstance(leaf, int):
+      continue  # a setting, as the number of heads of an equinox module
     field, path = (_path(part) for part in (keys[:1], keys[1:]))
     fields.setdefault(field, {})[path] = leaf
     ways[field] = jax.tree_util.keystr(keys[:1])
-  wrong: dict[str, str] = {}
-  for path, node in _nodes(given):
-    if (kind := type(node).__name__).endswith('State'):
-      wrong.setdefault(path.split('/')[0], f'{path} is a {kind} of optax')
+  wrong = _of_optimizers(given)
   others = [field for field in fields if field not in wrong]
   wrong |= {field: what for field in others if (what := _objection(fields, field))}
   if not wrong:
@@ -239,8 +246,18 @@ def require_model(given: Any) -> None:
     )
   raise ValueError(
     f'{next(iter(wrong.values()))}, and no parameter. Nothing was sent. What the gradient is taken '
-    f'of is exchanged, and all else of a state is kept and saved: {lines}'
+    f'of is exchanged, and all else of a state is kept and saved: {lines}. load_params and '
+    f'follow accept the part alone: `into=state{model}`'
   )
+
+
+def _of_optimizers(tree: Any) -> dict[str, str]:
+  """The fields of a tree that have the state of an optimizer in them, and which."""
+  wrong: dict[str, str] = {}
+  for path, node in _nodes(tree):
+    if (kind := type(node).__name__).endswith('State'):
+      wrong.setdefault(path.split('/')[0], f'{path or "the whole"} is a {kind} of optax')
+  return wrong
 
 
 def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
@@ -290,10 +307,10 @@ def _is_float(leaf: Any) -> bool:
   )
 
 
-def _line(named: dict[str, Any], kept: dict[str, Any]) -> str:
+def _line(named: dict[str, Any], kept: list[str]) -> str:
   """What is exchanged, by name and size, and which fields of a state are kept.
 
-  >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, {'opt_state/mu/w': 0, 'step': 0})
+  >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, ['opt_state/mu/w', 'step'])
   'exchanges 36 parameters in 2 arrays: w [8, 4], b [4]; keeps opt_state, step'
   """
   sizes = {name: math.prod(np.shape(leaf)) for name, leaf in named.items()}

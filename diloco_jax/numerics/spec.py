@@ -64,7 +64,8 @@ def make(text: str, registry: Mapping[str, Callable[..., Any]], use: Callable[[A
   try:
     registry = vars(_module(own['where'])) if own else registry
   except Exception as error:  # whatever the module raises
-    raise ValueError(f'{text!r}: {type(error).__name__}: {error}') from error
+    hint = '; PYTHONPATH=. finds those of this folder' * isinstance(error, ModuleNotFoundError)
+    raise ValueError(f'{text!r}: {type(error).__name__}: {error}{hint}') from error
   name, arguments = parse(own['call'] if own else text)
   if name not in registry and own:
     raise ValueError(f'{own["where"]} has no {name!r}')

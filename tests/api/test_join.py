@@ -324,14 +324,16 @@ def test_all_else_of_a_state_is_saved_and_what_is_not_is_named(tmp_path, capfd):
     for process in range(2):
       with diloco_jax.join(make(), syncer=server.address, workdir=tmp_path) as peer:
         state = peer.params
-        assert int(state.step) == 5 * process
+        assert type(state.step) is int and state.step == 5 * process
         assert float(state.average['w'][0, 0]) == 1 + 5 * process
+        with pytest.raises(ValueError, match='give it the whole state, as join got it'):
+          peer.sync(state.params, tokens=1)
         for _, _ in zip(range(5), peer.steps()):
           average = {'w': state.average['w'] + 1}
           key = jax.random.split(state.key)[0]
           state = peer.sync(state.replace(step=state.step + 1, average=average, key=key), tokens=1)
       assert float(state.params['w'][0, 0]) == float(state.params['w'][0, 0]), 'still readable'
-      assert state.name == 'run 7'
+      assert state.name == 'run 7' and type(state.step) is int
   expected = first
   for _ in range(10):
     expected = jax.random.split(expected)[0]

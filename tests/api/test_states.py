@@ -45,6 +45,11 @@ def test_a_state_is_not_taken_for_a_model_and_the_line_that_joins_it_is_named(mo
     loop_states.Form(_State(_MODEL, more, average))
 
 
+class _Layer(NamedTuple):
+  w: Any
+  heads: int = 4
+
+
 @pytest.mark.parametrize(
   'params',
   [
@@ -54,8 +59,9 @@ def test_a_state_is_not_taken_for_a_model_and_the_line_that_joins_it_is_named(mo
     optax.LookaheadParams.init_synced(_MODEL),
     {'w': jnp.ones((2, 2)), 'temperature': jnp.float32(2.0), 'activation': jax.nn.relu},
     jnp.ones(3),
+    {'layers': [_Layer(jnp.ones(3))]},
   ],
-  ids=['a model', 'twins', 'a name', 'lookahead', 'a function', 'a bare array'],
+  ids=['a model', 'twins', 'a name', 'lookahead', 'a function', 'a bare array', 'a setting'],
 )
 def test_models_are_taken_as_they_are(params):
   form = loop_states.Form(params)
@@ -90,11 +96,12 @@ def test_what_exchange_returns_is_exchanged_and_all_else_is_kept():
   [
     (lambda state: jax.tree.map(jnp.copy, state.model), 'has returned arrays that are computed'),
     (lambda state: state.activation, 'has returned no array'),
+    (lambda state: state, 'more/0 is a ScaleByAdamState of optax'),
   ],
 )
 def test_exchange_returns_parts_of_the_state(exchange, why):
-  with pytest.raises(ValueError, match=f'exchange: it must return parts .*{why}'):
-    loop_states.Form(_State(_MODEL, ()), exchange=exchange)
+  with pytest.raises(ValueError, match=f'^exchange: .*{why}'):
+    loop_states.Form(_State(_MODEL, _ADAM), exchange=exchange)
 
 
 def test_a_learner_draws_with_its_own_random_keys_and_takes_the_moments_of_another(tmp_path):
