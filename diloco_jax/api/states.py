@@ -235,19 +235,13 @@ def require_model(given: Any) -> None:
   if not wrong:
     return
   model = next((ways[field] for field in fields if field not in wrong), '.model')
-  lines = f'`diloco_jax.join(state, exchange=lambda state: state{model}, ...)`'
-  equinox = sys.modules.get('equinox')
-  is_module = lambda node: isinstance(node, equinox.Module)
-  if equinox and any(map(is_module, jax.tree.leaves(given, is_leaf=is_module))):
-    lines += (
-      ', or, with the rest beside it, `params, static = eqx.partition(model, eqx.is_inexact_array)`'
-      ' and `diloco_jax.join(params, opt_state=opt_state, ...)`, and in the step `model = '
-      'eqx.combine(params, static)`'
-    )
+  first = next(iter(wrong.values()))
+  whole = '. Of a model that has it, it is `exchange=lambda model: model`'
+  whole *= first.endswith('as a counter')
   raise ValueError(
-    f'{next(iter(wrong.values()))}, and no parameter. Nothing was sent. What the gradient is taken '
-    f'of is exchanged, and all else of a state is kept and saved: {lines}. load_params and '
-    f'follow accept the part alone: `into=state{model}`'
+    f'{first}, and no parameter. Nothing was sent. What the gradient is taken of is exchanged, and '
+    'all else of a state is kept and saved: `diloco_jax.join(state, exchange=lambda state: '
+    f'state{model}, ...)`; load_params and follow accept the part alone, `into=state{model}`{whole}'
   )
 
 
