@@ -4,7 +4,7 @@
 #   ./scripts/test.sh --changed    what your change since origin/main can reach, the nearest first
 #   ./scripts/test.sh --long       the default lane and the tests marked `long` (.ci/run)
 #   ./scripts/test.sh --all        everything, at full counts
-#   ./scripts/test.sh --trainers   quickstarts in environments of equinox, haiku, Keras and tunix
+#   ./scripts/test.sh --trainers   quickstarts in the environments of their frameworks
 # Other arguments go to pytest, for example
 #   ./scripts/test.sh tests/protocol -n 0       in this process
 set -euo pipefail
