@@ -18,7 +18,7 @@ PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
 _RUN_FIELDS = 'end_s total_steps tokens_per_second seconds_left'.split()
-_LEARNER_FIELDS = 'connected step staleness incarnation'.split()
+_LEARNER_FIELDS = 'step staleness incarnation'.split()
 
 
 def state(
@@ -32,7 +32,7 @@ def state(
   if not config:
     about.append(f'config {folder_lib.UNKNOWN}')
   merges = run.merges_s, run.participants, run.live, run.staleness
-  connected = [learner.connected for learner in run.learners.values()]
+  connected = [run.connected(name) for name in run.learners]
   stepped_s = [
     learner.steps[-1].at_s
     for name, learner in run.learners.items()
@@ -77,6 +77,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _LEARNER_FIELDS} | {
+    'connected': run.connected(name),
     'loss': learner.loss,
     'tokens_per_second': learner.tokens_per_second if run.works(name) else 0.0,
     'condition': _so(run.condition(name)),

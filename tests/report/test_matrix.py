@@ -23,7 +23,7 @@ from diloco_jax.report import facts as report_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
-from tests.report.rows import add, child, exited, ledger, member, row, step, synced
+from tests.report.rows import add, child, exited, ledger, member, progress, row, step, synced
 
 ROOT = pathlib.Path(__file__).resolve().parents[2] / 'diloco_jax'
 BEGAN, STEPS = 1_795_900_000.0, 100  # wall-clock time of the first fact; T
@@ -57,7 +57,8 @@ def is_about(record: tuple[str, dict[str, Any]], name: str) -> bool:
 
 def training(count: int, until: int = 20) -> Rows:
   """Everybody trains: a step each second from 10 s on, an outer step every two."""
-  rows = [child(BEGAN, name, 'starting') for name in ('syncer', *names(count))]
+  again = 'restarted (process 2)'
+  rows = [child(BEGAN, name, 'starting', again) for name in ('syncer', *names(count))]
   rows.append(startup(1, 'syncer', 'ready'))
   for name in names(count):
     joined = facts.State(state='joined', incarnation=1, clock=0)
@@ -95,6 +96,14 @@ def to_the_end(n: int) -> Rows:
     rows.append(('syncer', row(BEGAN + 112, member(name, 'lost', 1, 'left: done'))))
     rows += [exited(BEGAN + 112, name, 0), child(BEGAN + 112, name, 'done')]
   return [*rows, exited(BEGAN + 113, 'syncer', 0), child(BEGAN + 113, 'syncer', 'done')]
+
+
+def to_the_end_stuck(n: int) -> Rows:
+  """The run is over, and l0 has not made its last steps: its loader blocks."""
+  others = [record for record in to_the_end(n) if not is_about(record, 'l0')]
+  own = [record for record in training(n) if is_about(record, 'l0')]
+  ends = [state(111, 'ending', 'done'), ('l0', exited(BEGAN + 112, 'l0', 0)[1])]
+  return [*others, *own, no_step(110, 'reading', 81), *ends]
 
 
 def to_the_end_without_l0(n: int) -> Rows:
@@ -150,6 +159,7 @@ def without(rows: Callable[[int], Rows], is_left_out: Callable[[Any], bool]) -> 
 
 QUARANTINE = 'quarantined: NaN or Inf'
 CLOSING = facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
+OVER = 'done|over'
 LEFT = r'\bnow\b| (s|min|h) left'
 DOWN = child(BEGAN + 30, 'l0', 'down', 'killed; restart in 9 s')
 KILLED, FAILED, REFUSED = (exited(BEGAN + 30, 'l0', code) for code in (-9, 1, 42))
@@ -186,6 +196,28 @@ SITUATIONS = {
     then(state(30, 'disconnected', 'Socket closed'), of_member(30, 'silent')),
     *(61, 'l0', 'alone', 'training', 'alone'),
   ),
+  'it has joined again': Situation(
+    then(
+      *[state(at, 'joined') for at in (45, 100)],
+      *[('syncer', row(BEGAN + at, member('l0', 'joined'))) for at in (45, 100)],
+      *[('l0', step(BEGAN + at, at - 9, at - 65)) for at in range(100, 111)],
+      quiet=('l0',),
+      until=110,
+    ),
+    *(111, 'l0', 'training', 'training', 'training', 'silent|not heard'),
+  ),
+  'nobody has joined the next syncer': Situation(
+    without(
+      then(
+        ('syncer', row(BEGAN + 30, progress('l0', 40, 40))),
+        startup(40, 'syncer', 'assembled'),
+        quiet=names(64),
+      ),
+      lambda record: record[0] in names(64) or record[1].get('child') == 'l0',
+    ),
+    *(61, 'l0', 'training', 'training', 'not heard of|training when its records ended, 2'),
+    silent=True,
+  ),
   'its loader blocks': learner(
     'no step',
     *[no_step(at, 'reading', at - 29) for at in range(60, 63)],
@@ -198,6 +230,9 @@ SITUATIONS = {
       lambda record: record[0] == 'l0' or record[1].get('child') == 'l0',
     ),
     *(63, 'l0', 'no step', 'training', 'no step.*reads its next batch'),
+  ),
+  'it is cut off, too': learner(
+    'no step', no_step(60, 'reading', 31), state(61, 'disconnected', 'Socket closed'), now=62
   ),
   'it compiles again': learner('compiling', no_step(62, 'compiling', 33), now=63),
   'a long step runs': learner('training', no_step(62, '', 33), now=63, never='not heard'),
@@ -223,6 +258,9 @@ SITUATIONS = {
   'it failed': learner(
     'failed', FAILED, child(BEGAN + 30, 'l0', 'failed', 'exit code 1'), says='failed.*exit code 1'
   ),
+  'its record alone has its end': learner(
+    'stopped', ('l0', exited(BEGAN + 31, 'l0', 0)[1]), never='restarted|not heard'
+  ),
   'it may not take part': learner(
     'refused',
     REFUSED,
@@ -246,6 +284,10 @@ SITUATIONS = {
     ),
     *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(training\)', 'evaluates'),
   ),
+  'the end waits for one in quarantine': Situation(
+    then(of_member(29, QUARANTINE), ('syncer', row(BEGAN + 60, CLOSING)), quiet=('l0',)),
+    *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(in quarantine', 'evaluates'),
+  ),
   'all are at the end': Situation(
     lambda n: training(n, STEPS), 110, 'syncer', 'merging', 'closing', 'evaluates', 'it waits'
   ),
@@ -259,6 +301,20 @@ SITUATIONS = {
   'the syncer starts again': syncer(
     'starting', 'training', child(BEGAN + 60, 'syncer', 'starting')
   ),
+  'the syncer is down': syncer(
+    'down',
+    'down',
+    child(BEGAN + 50, 'syncer', 'down', 'killed; restart in 9 s'),
+    says='down.*its syncer has ended, killed',
+    never=LEFT,
+  ),
+  'the syncer is started by hand': Situation(
+    without(
+      then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), startup(60, 'syncer', 'assembled')),
+      lambda record: record[0] == 'supervisor' or record[1]['time'] > BEGAN + 60,
+    ),
+    *(61, 'syncer', 'starting', 'training', 'training', 'dead|refused'),
+  ),
   'the syncer ended with 42': syncer(
     'refused',
     'dead',
@@ -270,8 +326,11 @@ SITUATIONS = {
   'the run is over before its restart': Situation(
     to_the_end_without_l0, 900, 'l0', 'killed', 'over', 'killed', 'restart in|not heard'
   ),
+  'it was stuck until the end': Situation(
+    to_the_end_stuck, 900, 'l0', 'done', 'over', 'no step for 1 min 21 s .*reads its next batch'
+  ),
   'the run is over': Situation(
-    to_the_end, 900, 'l0', 'done', 'over', 'done|over', r'not heard| (s|min|h) left'
+    to_the_end, 900, 'l0', 'done', 'over', OVER, r'not heard| (s|min|h) left'
   ),
 }
 
@@ -342,20 +401,25 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
   if so.program:
     program = run.run.condition(so.program)
     yield 'model', (program.state, program.silent) == (so.state, so.silent), f'{program}'
+    yield 'model', program.meaning.startswith('before: ') == so.silent, program.meaning
     is_bad = program.kind in (condition.FAULT, condition.SILENT)
   for name, (_, tell) in SURFACES.items():
     text = tell(run, so.program)
     if name == 'metrics':
+      there = so.run not in ('dead', 'down', 'over') and not is_silent
+      yield name, there or 'diloco_learners_connected 0' in text, text
       if so.program.startswith('l'):
         label = 'silent' if so.silent else so.state
         of = f'learner="{so.program}"'
         yield name, f'diloco_learner_state{{{of},state="{label}"}} 1' in text, text
         rate = re.search(rf'diloco_learner_tokens_per_second{{{of}}} (\S+)', text)
+        is_connected = f'diloco_learner_connected{{{of}}} 1' in text
+        yield name, not (is_connected and so.state in ('lost', 'in quarantine')), text
         works = so.state in ('training', 'alone') and not so.silent
         yield name, (float(rate[1]) > 0) == works, text
       continue
-    quiet = so.program == 'syncer' and so.run == 'training' and not so.silent or so.run == 'over'
-    if name == 'report' and quiet:
+    quiet = so.program == 'syncer' and so.run == 'training' and not so.silent
+    if name == 'report' and (quiet or (so.run == 'over' and so.says == OVER)):
       yield name, ('not ended' in text) == (so.run != 'over'), text
       continue  # it has no line about a syncer, or a learner, that is well
     is_well = not is_bad and so.run in ('training', 'starting', 'over')

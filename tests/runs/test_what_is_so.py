@@ -160,3 +160,5 @@ def test_learners_of_a_syncer_that_ended_for_good_end_and_say_so(world):
   world.until('l0 has ended', lambda: not world.processes['l0'].running)
   assert world.processes['syncer'].end() == 42 and world.processes['l0'].end() != 0
   assert 'the syncer has ended for good' in world.log('l0')
+  world.until('the page knows', lambda: world.state()['condition']['state'] == 'dead')
+  assert 'The run is dead: the syncer refused (exit code 42)' in world.state()['notices'][0]
