@@ -138,7 +138,8 @@ def of_program(
   elif is_missing and state in ('training', 'alone'):
     state, why, since_s = 'no step', messages.DOING[doing], at_s - idle_s
   elif is_missing and state in ('done', 'stopped', 'failed'):
-    why = f'{why}; '.removeprefix('; ') + f'no step for {header.duration(idle_s)} before: {messages.DOING[doing]}'
+    stuck = f'no step in its last {header.duration(idle_s)}: {messages.DOING[doing]}'
+    why = f'{why}; {stuck}'.removeprefix('; ')
   condition = Condition(
     state=state, since_s=since_s, heard_s=program.heard_s, now_s=now_s, why=why, known=program.known
   )

@@ -191,5 +191,6 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
     deaths_s = [p.ended_s or 0 for p in learner.processes if p.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
-      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else its end is an event, too
+      is_event = any(abs(died_s - at_s) < 2 for died_s in deaths_s)  # as its end is one, too
+      if not is_event or reason.startswith('quarantined'):
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

@@ -130,6 +130,7 @@ class Situation:
   says: str
   never: str = r'\bnow\b'
   silent: bool = False
+  since: float | None = None  # the state of the program began, in s
 
 
 def phase(name: str, *phases: str) -> Callable[[int], Rows]:
@@ -206,6 +207,13 @@ SITUATIONS = {
     ),
     *(111, 'l0', 'training', 'training', 'training', 'silent|not heard'),
   ),
+  'it makes steps again': Situation(
+    then(no_step(30, 'reading', 31)), 61, 'l0', 'training', 'training', 'training', 'no step'
+  ),
+  'it is back from quarantine': Situation(
+    then(of_member(29, QUARANTINE), ('syncer', row(BEGAN + 30, member('l0', 'joined', 2)))),
+    *(61, 'l0', 'training', 'training', 'training', 'quarantine'),
+  ),
   'nobody has joined the next syncer': Situation(
     without(
       then(
@@ -223,6 +231,7 @@ SITUATIONS = {
     *[no_step(at, 'reading', at - 29) for at in range(60, 63)],
     now=63,
     says='no step.*reads its next batch',
+    since=29,
   ),
   'its loader blocks, elsewhere': Situation(
     without(
@@ -234,12 +243,15 @@ SITUATIONS = {
   'it is cut off, too': learner(
     'no step', no_step(60, 'reading', 31), state(61, 'disconnected', 'Socket closed'), now=62
   ),
-  'it compiles again': learner('compiling', no_step(62, 'compiling', 33), now=63),
+  'it compiles again': learner('compiling', no_step(62, 'compiling', 33), now=63, since=29),
   'a long step runs': learner('training', no_step(62, '', 33), now=63, never='not heard'),
   'it is stopped by SIGSTOP': learner(
     'training', says='not heard of|training when its records ended, 3', silent=True
   ),
-  'it is killed': learner('down', DOWN, KILLED, DOWN),
+  'it is killed': learner('down', DOWN, KILLED, DOWN, since=30),
+  'its record alone has 42': learner(
+    'refused', ('l0', exited(BEGAN + 31, 'l0', 42)[1]), says='refused.*exit code 42', since=31
+  ),
   'it was killed by hand': Situation(
     without(then(KILLED, quiet=('l0',)), lambda record: record[1].get('state') == 'starting'),
     *(61, 'l0', 'killed', 'training', 'killed'),
@@ -285,7 +297,12 @@ SITUATIONS = {
     *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(training\)', 'evaluates'),
   ),
   'the end waits for one in quarantine': Situation(
-    then(of_member(29, QUARANTINE), ('syncer', row(BEGAN + 60, CLOSING)), quiet=('l0',)),
+    then(
+      of_member(29, QUARANTINE),
+      ('l0', exited(BEGAN + 30, 'l0', 1)[1]),
+      ('syncer', row(BEGAN + 60, CLOSING)),
+      quiet=('l0',),
+    ),
     *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(in quarantine', 'evaluates'),
   ),
   'all are at the end': Situation(
@@ -308,6 +325,13 @@ SITUATIONS = {
     says='down.*its syncer has ended, killed',
     never=LEFT,
   ),
+  'the record of the syncer alone has 42': Situation(
+    without(
+      then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), quiet=('syncer',)),
+      lambda record: record[0] == 'supervisor',
+    ),
+    *(61, 'syncer', 'refused', 'dead', 'dead|refused', LEFT),
+  ),
   'the syncer is started by hand': Situation(
     without(
       then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), startup(60, 'syncer', 'assembled')),
@@ -327,7 +351,7 @@ SITUATIONS = {
     to_the_end_without_l0, 900, 'l0', 'killed', 'over', 'killed', 'restart in|not heard'
   ),
   'it was stuck until the end': Situation(
-    to_the_end_stuck, 900, 'l0', 'done', 'over', 'no step for 1 min 21 s .*reads its next batch'
+    to_the_end_stuck, 900, 'l0', 'done', 'over', 'no step in its last 1 min 21 s: reads its'
   ),
   'the run is over': Situation(
     to_the_end, 900, 'l0', 'done', 'over', OVER, r'not heard| (s|min|h) left'
@@ -401,8 +425,13 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
   if so.program:
     program = run.run.condition(so.program)
     yield 'model', (program.state, program.silent) == (so.state, so.silent), f'{program}'
+    yield 'model', so.since in (None, program.since_s), f'{program}'
     yield 'model', program.meaning.startswith('before: ') == so.silent, program.meaning
     is_bad = program.kind in (condition.FAULT, condition.SILENT)
+    is_helped = bool(re.search('Read logs|Check its host', '\n'.join(condition.notices(run.run))))
+    yield 'status', is_helped >= (is_bad and so.state in condition._REMEDIES), 'no remedy'
+    events = [event for event in page_state(run)['events'] if 'quarantined' in event[2]]
+    yield 'page', bool(events) == (QUARANTINE in f'{run.run.learners["l0"].lost}'), f'{events}'
   for name, (_, tell) in SURFACES.items():
     text = tell(run, so.program)
     if name == 'metrics':
@@ -425,9 +454,9 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
     is_well = not is_bad and so.run in ('training', 'starting', 'over')
     if not (name in _SILENT_IF_WELL and is_well):
       of_many = len(run.run.learners) > live._EACH and name == 'line'
-      if not (of_many and (not is_bad or so.program == 'syncer')) and so.run != 'not begun':
-        is_said = bool(re.search(so.says, text)) or (name == 'line' and so.program == 'syncer')
-        yield name, is_said, text
+      counted = of_many and not is_bad and so.program != 'syncer'
+      if not counted and so.run != 'not begun':
+        yield name, bool(re.search(so.says, text)), text
     yield name, not re.search(so.never, text), text
 
 
