@@ -350,6 +350,10 @@ SITUATIONS = {
   'the run is over before its restart': Situation(
     to_the_end_without_l0, 900, 'l0', 'killed', 'over', 'killed', 'restart in|not heard'
   ),
+  'the run is over without one in quarantine': Situation(
+    lambda n: [*to_the_end_without_l0(n), of_member(29, QUARANTINE)],
+    *(900, 'l0', 'in quarantine', 'over', 'quarantine', 'start it again'),
+  ),
   'it was stuck until the end': Situation(
     to_the_end_stuck, 900, 'l0', 'done', 'over', 'no step in its last 1 min 21 s: reads its'
   ),
