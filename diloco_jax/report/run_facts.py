@@ -138,12 +138,6 @@ class RunFacts:
     over = self.syncer in ('done', 'stopped', 'refused', 'failed')
     return condition.of_program(program, self.looked_s, self.silent_s, others, over)
 
-  def connected(self, name: str) -> int | None:
-    """1 or 0; None: it is not known, as only the syncer's records have it."""
-    syncer = self.syncer_facts and self.condition(ids.SYNCER)
-    there = syncer is not None and syncer.kind in (condition.WORKS, condition.WAITS)
-    return int(self.learners[name].is_live and there) if self.learners[name].joined else None
-
   @property
   def trained(self) -> int:
     """Tokens that were trained: those that the syncer has counted, and those in records beside."""
@@ -416,14 +410,19 @@ class RunFacts:
     before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
-    if steps > 0:
-      learner.no_step = None
+    learner.no_step = learner.no_step if steps <= 0 else None
     if learner.has_records or steps <= 0:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
-    clock = round(min(fact.clock, self.total_steps))  # closing syncs count on
-    self._add_trained(learner, at_s, tokens, clock, fact.loss, learner.step_s)
+    self._add_trained(
+      learner,
+      at_s,
+      tokens,
+      round(min(fact.clock, self.total_steps)),  # closing syncs count on
+      fact.loss,
+      learner.step_s,
+    )
     if learner.processes:
       process = learner.processes[-1]
       process.steps, process.last_s = process.steps + steps, at_s
@@ -523,14 +522,12 @@ class RunFacts:
       self._begin(fact.child, at_s)
 
   def _begin(self, name: str, at_s: float) -> None:
-    processes, program = self._processes_of(name), self._program_of(name)
-    if program is not None:
-      program.no_step = None
-    if processes and processes[-1].ended_s is None:  # nobody has recorded its end
-      processes[-1].end(
-        processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'
-      )
-    processes.append(programs.ProcessFacts(at_s))
+    program = self._program_of(name)
+    program.no_step = None
+    for process in program.processes[-1:]:
+      if process.ended_s is None:  # nobody has recorded its end
+        process.end(process.last_s, 'stopped' if program.supervised else 'lost')
+    program.processes.append(programs.ProcessFacts(at_s))
 
 
 _PHASES = {  # what follows a phase that has ended (facts.Startup)

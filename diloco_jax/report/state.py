@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import run_config
+from diloco_jax.protocol import ids
 from diloco_jax.report import condition, programs, run_facts
 from diloco_jax.report import folder as folder_lib
 
@@ -32,7 +33,7 @@ def state(
   if not config:
     about.append(f'config {folder_lib.UNKNOWN}')
   merges = run.merges_s, run.participants, run.live, run.staleness
-  connected = [run.connected(name) for name in run.learners]
+  connected = [_connected(run, name) for name in run.learners]
   stepped_s = [
     learner.steps[-1].at_s
     for name, learner in run.learners.items()
@@ -77,7 +78,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _LEARNER_FIELDS} | {
-    'connected': run.connected(name),
+    'connected': _connected(run, name),
     'loss': learner.loss,
     'tokens_per_second': learner.tokens_per_second if run.works(name) else 0.0,
     'condition': _so(run.condition(name)),
@@ -90,6 +91,13 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'lives': _drawn(learner.processes, run.end_s),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
+
+
+def _connected(run: run_facts.RunFacts, name: str) -> int | None:
+  """1 or 0; None: it is not known, as only the syncer's records have it."""
+  syncer, learner = run.syncer_facts and run.condition(ids.SYNCER), run.learners[name]
+  takes_part = syncer is not None and syncer.kind in (condition.WORKS, condition.WAITS)
+  return int(learner.is_live and takes_part) if learner.joined else None
 
 
 def _mean_pace(

@@ -439,8 +439,8 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
   for name, (_, tell) in SURFACES.items():
     text = tell(run, so.program)
     if name == 'metrics':
-      there = so.run not in ('dead', 'down', 'over') and not is_silent
-      yield name, there or 'diloco_learners_connected 0' in text, text
+      is_served = so.run not in ('dead', 'down', 'over') and not is_silent
+      yield name, is_served or 'diloco_learners_connected 0' in text, text
       if so.program.startswith('l'):
         label = 'silent' if so.silent else so.state
         of = f'learner="{so.program}"'
