@@ -339,8 +339,9 @@ class TailAll:
     """A process that starts may have another clock: its first rows wait for its join."""
     waiting: list[dict[str, Any]] = []
     for row in rows:
-      what, starts = row['name'], row['name'] in ('startup', 'cost')
-      if what == 'startup' and self._last.get(name) not in (None, 'startup', 'state', 'cost'):
+      what, starts = row['name'], row['name'] in ('startup', 'cost', 'nostep')
+      begins = what == 'startup' and row.get('phase') != 'compiled'  # which may come twice
+      if begins and self._last.get(name) not in (None, 'startup', 'state', 'cost'):
         self.shifts.pop(name, None)  # another process
         self._compared.discard(name)
       if what == 'state' and row['state'] == 'joined' and name not in self._compared:

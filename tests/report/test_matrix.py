@@ -200,6 +200,7 @@ SITUATIONS = {
   'it has joined again': Situation(
     then(
       *[state(at, 'joined') for at in (45, 100)],
+      startup(50, 'l0', 'compiled'),
       *[('syncer', row(BEGAN + at, member('l0', 'joined'))) for at in (45, 100)],
       *[('l0', step(BEGAN + at, at - 9, at - 65)) for at in range(100, 111)],
       quiet=('l0',),
@@ -212,7 +213,7 @@ SITUATIONS = {
   ),
   'it is back from quarantine': Situation(
     then(of_member(29, QUARANTINE), ('syncer', row(BEGAN + 30, member('l0', 'joined', 2)))),
-    *(61, 'l0', 'training', 'training', 'training', 'quarantine'),
+    *(61, 'l0', 'training', 'training', 'training', 'in quarantine'),
   ),
   'nobody has joined the next syncer': Situation(
     without(
@@ -337,7 +338,7 @@ SITUATIONS = {
       then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), startup(60, 'syncer', 'assembled')),
       lambda record: record[0] == 'supervisor' or record[1]['time'] > BEGAN + 60,
     ),
-    *(61, 'syncer', 'starting', 'training', 'training', 'dead|refused'),
+    *(61, 'syncer', 'starting', 'training', 'training', r'\bdead\b|refused \('),
   ),
   'the syncer ended with 42': syncer(
     'refused',

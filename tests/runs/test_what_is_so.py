@@ -140,6 +140,7 @@ def test_a_blocked_learner_ends_by_itself_once_its_run_is_over(world):
   )
   assert 'done at clock 200 of 200' in world.log('l0') and 'unreachable' not in world.log('l1')
   assert 'it ends without its step' in world.log('l1')
+  world.until('all is read', lambda: not world.state()['behind'])
   now = world.state()
   assert (
     now['condition']['state'] == 'over' and not now['notices'] and now['tokens_per_second'] == 0
