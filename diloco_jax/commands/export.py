@@ -32,7 +32,9 @@ from diloco_jax.storage import files as files_lib
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _OUT = flags.DEFINE_string('out', None, 'Write this *.safetensors or folder.', required=True)
-_EVERY_S = flags.DEFINE_float('every_s', 60.0, 'With --follow: write one in so many s.', 0, 1e6)
+_EVERY_S = flags.DEFINE_float(
+  'every_s', 60.0, 'With --follow: write one version in so many seconds.', 0, 1e6
+)
 _KEEP = flags.DEFINE_integer('keep', 3, 'With --follow: keep so many versions.', 2)
 cli.define_follow()
 

@@ -12,6 +12,8 @@ Ctrl-C, 42 there is no run in the folder, or the port is in use.
 
 import contextlib
 import errno
+import threading
+import time
 import webbrowser
 
 from absl import flags
@@ -22,6 +24,7 @@ from diloco_jax.report import header, serve
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')
 _PORT = flags.DEFINE_integer('port', 0, 'The port on 127.0.0.1; 0 is any that is free.', 0, 65535)
+_PAUSE_S = 0.5
 _OPEN = flags.DEFINE_bool('open', False, 'Whether to open the page in the browser.')
 
 
@@ -29,7 +32,6 @@ def main(argv: list[str]) -> int:
   del argv
   with exits.never_retry(ValueError, OSError):
     workdir = folder_lib.choose(_WORKDIR.value)
-    notices = serve.watch_of(workdir).state()['notices']  # refuses the records of another release
     try:
       server, url = serve.make(workdir, _PORT.value)
     except OSError as error:
@@ -37,11 +39,16 @@ def main(argv: list[str]) -> int:
         raise
       why = f'port {_PORT.value} is in use: choose another one, or leave --port out for a free one'
       raise ValueError(why) from error
+    watch = server.RequestHandlerClass.watch
+    watch.state()  # refuses the records of another release
   print(url, flush=True)
-  for line in notices:
-    header.say(line)
+  threading.Thread(target=server.serve_forever, name='page', daemon=True).start()
   if _OPEN.value:
     webbrowser.open(url)
   with contextlib.suppress(KeyboardInterrupt):
-    server.serve_forever()
+    while watch.state()['behind']:
+      time.sleep(_PAUSE_S)
+    for line in watch.state()['notices']:
+      header.say(line)
+    threading.Event().wait()
   return 0

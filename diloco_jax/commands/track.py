@@ -28,7 +28,7 @@ from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import json_files
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; default: the newest in ./runs.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')
 _PROJECT = flags.DEFINE_string('project', 'diloco', 'The project that the run belongs to.')
 _FOLLOW = flags.DEFINE_bool('follow', False, 'Send what is added, until Ctrl-C.')
 _READ_S = 1.0

@@ -27,9 +27,7 @@ from diloco_jax.storage import folders
 from diloco_jax.transport import addresses
 
 # The help text of --workdir.
-TO_READ = (
-  'The folder of the run, or its store, gs://BUCKET/PREFIX too; the default is as of `status`.'
-)
+TO_READ = 'The folder of the run, or its store, gs://BUCKET/PREFIX too; else the newest in ./runs.'
 
 _NO_INT = r"invalid literal for int\(\) with base \d+: ('.*')"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -85,7 +85,7 @@ def _run(
     stopped.set()
     event_queue.post(events.Stop(reason=reason))
 
-  with lifecycle.errors_as_exits():
+  with lifecycle.recording_end(records), lifecycle.errors_as_exits():
     assembled = build.assemble(config)
     if leads and resolve is None:
       run_folder.write_config(folder, config)

@@ -139,12 +139,24 @@ def ending_on_signals(
 
 def finish(result: actions.Exit, records: records_lib.Recorder) -> int:
   """Prints and records how the node has ended; returns the exit code, or raises the refusal."""
-  for refusal in (exits.NeverRetry, exits.NotInTime):
-    if result.code == refusal.code:
-      records.close()
-      raise refusal(result.text)
-  records.say(result.text)
-  if isinstance(records, records_lib.Recorder):  # there may be no supervisor
-    records.ended(result.code)
+  with recording_end(records):
+    for refusal in (exits.NeverRetry, exits.NotInTime):
+      if result.code == refusal.code:
+        raise refusal(result.text)
+    records.say(result.text)
+    if isinstance(records, records_lib.Recorder):
+      records.ended(result.code)
   records.close()
   return result.code
+
+
+@contextlib.contextmanager
+def recording_end(records: records_lib.Recorder) -> Iterator[None]:
+  """Records that an error ends the process: there may be no supervisor that does."""
+  try:
+    yield
+  except BaseException as error:
+    if isinstance(records, records_lib.Recorder):
+      records.ended(getattr(error, 'code', None) or 1)
+    records.close()
+    raise

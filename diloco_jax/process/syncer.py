@@ -224,6 +224,7 @@ def main(
   )
   make_model = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
   with (
+    lifecycle.recording_end(records),
     lifecycle.ending_on_signals(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
     lifecycle.errors_as_exits(),

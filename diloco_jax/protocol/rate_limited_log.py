@@ -14,14 +14,15 @@ class Notices:
     self._out = out
     self._said: dict[str, tuple[int, int]] = {}  # subject: time of its last line, events since
 
-  def say(self, now_ns: int, subject: str, text: str, always: bool = False) -> None:
+  def say(self, now_ns: int, subject: str, text: str, always: bool = False) -> bool:
     """Prints `text`, unless a line about this subject was printed within the pause; `always`: in
-    any case."""
+    any case. Returns whether it did."""
     said_ns, more = self._said.pop(subject, (now_ns - self._pause_ns, 0))
     if now_ns - said_ns < self._pause_ns and not always:
       self._said[subject] = said_ns, more + 1
-      return
+      return False
     self._said[subject] = now_ns, 0
     if len(self._said) > SUBJECTS_KEPT:
       del self._said[next(iter(self._said))]
     self._out(f'{text} ({more} more since the last such line)' if more else text)
+    return True

@@ -7,6 +7,7 @@ records are at most `silent_s` old: a process that lives adds to them more often
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from diloco_jax.protocol import messages
@@ -39,11 +40,13 @@ STATES = {  # of what kind each is, and what it means
 }
 MISSING_S = 30  # after which a step is missing (protocol/learner/missing_step.py)
 _LONG_S = 600  # a start may be without a record for so long
+_REPEATED_S = 5  # within which the syncer records again for whom it waits
 _NAMED = 5  # notices of single processes
 _READ = ' Read logs/{}.log in the folder of the run, or its terminal.'
 _REMEDIES = {'failed': _READ, 'refused': _READ, 'no step': _READ} | {
   'in quarantine': ' Check its host, its data and its learning rate, then start it again.'
 }
+_WORDY = 'alone', 'draining'  # why is a sentence, which its log has, too
 _GONE = 'killed', 'failed', 'refused', 'lost', 'in quarantine'
 
 
@@ -79,10 +82,10 @@ class Condition:
   def brief(self) -> str:
     """In words, for a line that has the time of day."""
     if self.silent:
-      return f'not heard of ({self.state} before)'
+      return f'{self.why} not heard of ({self.state} before)'.strip()
     if self.state == 'waiting':
       return self.text
-    return f'{self.state} ({self.why})' if self.why and self.state != 'alone' else self.state
+    return f'{self.state} ({self.why})' if self.why and self.state not in _WORDY else self.state
 
   @property
   def text(self) -> str:
@@ -100,7 +103,7 @@ class Condition:
   @property
   def meaning(self) -> str:
     known = f' (known from {self.known}, {self._time(self.heard_s)} ago)' if self.known else ''
-    return (STATES | RUN_STATES)[self.state][1] + known
+    return 'before: ' * self.silent + (STATES | RUN_STATES)[self.state][1] + known
 
   def _time(self, at_s: float) -> str:
     return header.duration(max(0.0, self.now_s - at_s))
@@ -120,6 +123,8 @@ def of_program(
   """The condition of the syncer or a learner. `program`: programs.ProgramFacts; `others`: for whom
   a learner waits; `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = program.phase or program.state, program.why, program.since_s
+  at_s, doing, idle_s = program.no_step or (0.0, '', 0.0)
+  is_missing = doing not in ('', messages.WAITING, messages.COMPILING) and idle_s >= MISSING_S
   if program.quarantine:
     state, why = 'in quarantine', program.quarantine
   elif state == 'waiting':
@@ -128,12 +133,13 @@ def of_program(
     state = 'lost'
   elif state == 'down' and over:
     state, why = (program.processes and program.processes[-1].ended) or 'stopped', ''
-  elif program.no_step and state in ('training', 'alone'):
-    at_s, doing, idle_s = program.no_step
-    if doing == messages.COMPILING:
-      state, why, since_s = 'compiling', '', at_s - idle_s
-    elif doing not in ('', messages.WAITING) and idle_s >= MISSING_S:
-      state, why, since_s = 'no step', messages.DOING[doing], at_s - idle_s
+  elif doing == messages.COMPILING and state in ('training', 'alone'):
+    state, why, since_s = 'compiling', '', at_s - idle_s
+  elif is_missing and state in ('training', 'alone'):
+    state, why, since_s = 'no step', messages.DOING[doing], at_s - idle_s
+  elif is_missing and state in ('done', 'stopped', 'failed'):
+    stuck = f'no step in its last {header.duration(idle_s)}: {messages.DOING[doing]}'
+    why = f'{why}; {stuck}'.removeprefix('; ')
   condition = Condition(
     state=state, since_s=since_s, heard_s=program.heard_s, now_s=now_s, why=why, known=program.known
   )
@@ -157,7 +163,8 @@ def of_run(run: Any) -> Condition:
       return make(state='over' if 'done' in states else 'stopped')
     silent = bool(states) and all(so.silent or so.is_gone for so in learners.values())
     has_begun = any(learner.steps for learner in run.learners.values())
-    return make(state='training' if has_begun else 'starting', silent=silent)
+    why = 'its learners are' * silent
+    return make(state='training' if has_begun else 'starting', silent=silent, why=why)
   if syncer.state == 'done':
     return make(state='over', since_s=syncer.since_s)
   if syncer.is_gone and syncer.state != 'stopped':
@@ -166,16 +173,17 @@ def of_run(run: Any) -> Condition:
   if syncer.silent:
     return dataclasses.replace(syncer, state=active_state, why='the syncer is')
   if syncer.state in ('down', 'stopped'):
-    return syncer
-  waits = bool(run.closing) and run.closing[0] >= syncer.heard_s - run.silent_s
+    why = ', '.join(filter(None, ['its syncer has ended', syncer.why]))
+    return dataclasses.replace(syncer, why=why)
+  at_s, late, at_most_s = run.closing or (-math.inf, (), 0.0)
+  waits = run.looked_s - at_s <= min(run.silent_s, at_most_s + _REPEATED_S)
   if not waits and run.progress < 1:
     return make(state=active_state)
   behind = [
     name for name, facts in run.learners.items() if facts.is_live and facts.step < run.total_steps
   ]
-  at_s, late, at_most_s = run.closing if waits else (0.0, behind, 0.0)
-  late_ones = {name: learners[name] for name in late if name in learners}
-  texts = [f'{name} ({learner.text})' for name, learner in late_ones.items() if not learner.is_gone]
+  late_ones = {name: learners[name] for name in (late if waits else behind) if name in learners}
+  texts = [f'{name} ({so.text})' for name, so in late_ones.items() if so.kind != ENDED]
   left = f', at most {header.duration(max(0.0, at_s + at_most_s - run.looked_s))} more' * waits
   why = f'it waits for {", ".join(texts)}{left}' if texts else 'it evaluates, and writes the model'
   return make(state='closing', why=why)
@@ -200,7 +208,10 @@ def notices(run: Any) -> list[str]:
   if not whole.silent and whole.kind != ENDED:
     faults |= {name: so for name, so in conditions.items() if so.silent}
   for name, so in list(faults.items())[:_NAMED]:
-    sentences.append(f'{name}: {so.text}.{_REMEDIES.get(so.state, "").format(name)}')
+    remedy = _REMEDIES.get(so.state, '').format(name)
+    if whole.kind == ENDED:  # there are no steps left
+      remedy = remedy.replace(', then start it again', '')
+    sentences.append(f'{name}: {so.text}.{remedy}')
   if len(faults) > _NAMED:
     sentences.append(f'So {len(faults) - _NAMED} more: the table of learners has them all.')
   return sentences

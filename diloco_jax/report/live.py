@@ -68,7 +68,7 @@ def status_line(view: run_facts.RunFacts) -> str:
   done = f'{view.progress:.0%}' if view.total_steps < math.inf else 'length not recorded'
   whole = condition.of_run(view)
   if whole.kind in (condition.FAULT, condition.SILENT) or whole.state == 'closing':
-    parts.append(f'the run is {whole.brief}')
+    parts.append('the run is ' * (not whole.silent) + whole.brief)
   return f'{done}: {", ".join(_learners(view))}{"; " if parts else ""}{", ".join(parts)}'
 
 

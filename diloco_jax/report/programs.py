@@ -7,6 +7,7 @@ together by then, so that the curves of restarted learners are right.
 import array
 import dataclasses
 import functools
+import math
 import statistics
 
 from diloco_jax.report import facts as report_facts
@@ -78,7 +79,7 @@ class LearnerFacts(ProgramFacts):
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
-    lost: when the syncer lost it, and why.
+    lost: when the syncer lost it, and why; cut_s: when a syncer began, which has no members.
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
     held_out: (tokens of all learners, loss) of its own model, of which parts are never sent.
@@ -99,6 +100,7 @@ class LearnerFacts(ProgramFacts):
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+  cut_s: float = -math.inf
   held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
   @property
@@ -114,12 +116,8 @@ class LearnerFacts(ProgramFacts):
   @property
   def is_live(self) -> bool:
     """Whether the syncer has it among its members."""
-    return bool(self.joined) and (not self.lost or self.lost[-1][0] < self.joined[-1][0])
-
-  @property
-  def connected(self) -> int | None:
-    """1 or 0; None: it is not known, as only the syncer's records have it."""
-    return int(self.is_live) if self.joined else None
+    away_s = [self.cut_s, *(at_s for at_s, _ in self.lost[-1:])]
+    return bool(self.joined) and max(away_s) < self.joined[-1][0]
 
   @property
   def tokens_per_second(self) -> float:

@@ -320,6 +320,7 @@ class TailAll:
     self._tails: dict[str, Tail] = {}
     self._syncer, self._joins = Tail(self._folder / 'syncer.jsonl'), dict[tuple[str, int], float]()
     self._last: dict[str, str] = {}  # the name of the newest row of each process
+    self._compared = set[str]()  # learners whose process has joined: later ones are reconnections
     self.shifts: dict[str, float] = {}
 
   def read(self) -> list[_Row]:
@@ -338,10 +339,13 @@ class TailAll:
     """A process that starts may have another clock: its first rows wait for its join."""
     waiting: list[dict[str, Any]] = []
     for row in rows:
-      what, starts = row['name'], row['name'] in ('startup', 'cost')
-      if what == 'startup' and self._last.get(name) not in (None, 'startup', 'state', 'cost'):
+      what, starts = row['name'], row['name'] in ('startup', 'cost', 'nostep')
+      begins = what == 'startup' and row.get('phase') != 'compiled'  # which may come twice
+      if begins and self._last.get(name) not in (None, 'startup', 'state', 'cost'):
         self.shifts.pop(name, None)  # another process
-      if what == 'state' and row['state'] == 'joined' and name not in self.shifts:
+        self._compared.discard(name)
+      if what == 'state' and row['state'] == 'joined' and name not in self._compared:
+        self._compared.add(name)
         joined_s = self._joins.get((name, row['incarnation']), row['time'])
         if abs(joined_s - row['time']) >= SKEW_S:
           self.shifts[name] = joined_s - row['time']

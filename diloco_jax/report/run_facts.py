@@ -7,7 +7,7 @@ The facts about each program are in programs.py, with the units.
 import array
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_jax.protocol import facts, ids
@@ -30,7 +30,8 @@ class RunFacts:
     syncer_facts: of the syncer; None: the learner has none.
     looked_at: wall-clock time at which somebody looks; None: that of the newest fact.
     silent_s: a condition counts as past once its records are older than this.
-    fresh: processes with new records at this look, whatever their clocks say.
+    fresh: processes that have just added to their records, whatever their clocks say, and how many
+      s ago.
     closing: the newest fact of the syncer for whom it waits: when, for whom, how long at most.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
@@ -48,7 +49,6 @@ class RunFacts:
     followers: the newest fact about them.
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
-    texts: by program, the newest text of its supervisor about it.
     missing: (when, process, how many of its facts could not be written, why) of each gap.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
@@ -68,7 +68,7 @@ class RunFacts:
     self._counted = counted
     self.learners = {name: programs.LearnerFacts(counted=counted) for name in learners}
     self.syncer_facts = programs.ProgramFacts() if syncer else None
-    self.silent_s, self.fresh = silent_s, set[str]()
+    self.silent_s, self.fresh = silent_s, dict[str, float]()
     self.looked_at: float | None = None
     self.closing: tuple[float, tuple[str, ...], float] | None = None
     self.total_steps, self.period = total_steps, 0
@@ -90,7 +90,6 @@ class RunFacts:
     self.wire = programs.Wire()
     self.followers = report_facts.Followers(count=0, behind=0)
     self.tokens = 0
-    self.texts: dict[str, str] = {}
     self.missing: list[tuple[float, str, int, str]] = []
     self._gaps: set[str] = set()  # processes without a step since their last gap
     self.began_s: float | None = None
@@ -112,10 +111,10 @@ class RunFacts:
     """The learners in the order of people: l2 before l10."""
     return sorted(self.learners, key=ids.natural)
 
-  def look(self, time_s: float | None, fresh: Iterable[str] = ()) -> 'RunFacts':
+  def look(self, time_s: float | None, fresh: Mapping[str, float] | None = None) -> 'RunFacts':
     """Sets when somebody looks."""
     self.looked_at = time_s
-    self.fresh = set(fresh)
+    self.fresh = dict(fresh or {})
     return self
 
   @property
@@ -135,7 +134,7 @@ class RunFacts:
       ]
       others = f'for {absent[0]}{" and others" * (len(absent) > 1)}' if absent else ''
     if name in self.fresh:
-      program.heard_s = self.looked_s
+      program.heard_s = self.looked_s - self.fresh[name]
     over = self.syncer in ('done', 'stopped', 'refused', 'failed')
     return condition.of_program(program, self.looked_s, self.silent_s, others, over)
 
@@ -269,6 +268,8 @@ class RunFacts:
         self._gaps.add(process)
       case facts.Ledger():
         self.ledger = fact
+        if self.syncer == 'starting':
+          self._set_state(ids.SYNCER, 'merging', at_s)
       case facts.Synced():
         self._note_sync(at_s, fact)
       case facts.Tempo(period=period):
@@ -278,7 +279,6 @@ class RunFacts:
       case facts.Member():
         self._note_member(at_s, fact)
       case facts.Progress(learner=name) if name in self.learners:
-        self.learners[name].no_step = None
         self._note_progress(self.learners[name], at_s, fact)
       case facts.NoStep(learner=name, doing=doing) if name in self.learners:
         self.learners[name].no_step = at_s, doing, fact.idle_ns / 1e9
@@ -294,10 +294,9 @@ class RunFacts:
             code, 'killed' if code < 0 else 'failed'
           )
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
-          why = self.texts.get(name) or (f'exit code {code}' if code > 0 else '')
           program = self._program_of(name)
           if not program.supervised or program.state != 'down':  # else it is started again
-            self._set_state(name, ended, at_s, why='' if why == ended else why)
+            self._set_state(name, ended, at_s, why=f'exit code {code}' if code > 0 else '')
 
   def _note_record(self, name: str, at_s: float, known: str) -> None:
     """The syncer's records are also about its members on other machines."""
@@ -321,6 +320,10 @@ class RunFacts:
     if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
       if not processes or ended or fact.begins(processes[-1].phase):
+        if processes and name == ids.SYNCER:
+          self._set_state(name, 'starting', at_s)
+          for learner in self.learners.values():
+            learner.cut_s = at_s
         self._begin(name, at_s)
       processes[-1].phase = fact.phase
     if processes and processes[-1].ended == 'lost':  # it was the connection
@@ -354,7 +357,7 @@ class RunFacts:
     if (program := self._program_of(name)) is not None:
       program.why = why
       program.since_s = program.since_s if program.state == state else at_s
-      program.state, program.no_step = state, None
+      program.state = state
       if isinstance(program, programs.LearnerFacts):
         program.phase = 'importing' if state == 'starting' else ''
 
@@ -383,6 +386,7 @@ class RunFacts:
     # Its state, until it has a newer record in this folder.
     left_as = self._end_without_error(fact.learner, fact.reason) if left else 'down'
     state = 'training' if fact.state == 'joined' else left_as
+    learner.heard_s, learner.known = at_s, "the syncer's records"
     self._set_state(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
@@ -406,11 +410,19 @@ class RunFacts:
     before = learner.counted or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.counted = before if steps <= 0 else (fact.steps, fact.tokens)
+    learner.no_step = learner.no_step if steps <= 0 else None
     if learner.has_records or steps <= 0:
       return
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
-    self._add_trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
+    self._add_trained(
+      learner,
+      at_s,
+      tokens,
+      round(min(fact.clock, self.total_steps)),  # closing syncs count on
+      fact.loss,
+      learner.step_s,
+    )
     if learner.processes:
       process = learner.processes[-1]
       process.steps, process.last_s = process.steps + steps, at_s
@@ -499,7 +511,6 @@ class RunFacts:
 
   def _note_supervised(self, at_s: float, fact: report_facts.Process) -> None:
     """Notes the new state of a program; a learner's new process is kept in its history."""
-    self.texts[fact.child] = fact.text
     if (program := self._program_of(fact.child)) is None:
       return
     program.supervised, program.known = True, "the supervisor's records"
@@ -511,13 +522,12 @@ class RunFacts:
       self._begin(fact.child, at_s)
 
   def _begin(self, name: str, at_s: float) -> None:
-    processes = self._processes_of(name)
-    if processes and processes[-1].ended_s is None:  # nobody has recorded its end
-      program = self._program_of(name)
-      processes[-1].end(
-        processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'
-      )
-    processes.append(programs.ProcessFacts(at_s))
+    program = self._program_of(name)
+    program.no_step = None
+    for process in program.processes[-1:]:
+      if process.ended_s is None:  # nobody has recorded its end
+        process.end(process.last_s, 'stopped' if program.supervised else 'lost')
+    program.processes.append(programs.ProcessFacts(at_s))
 
 
 _PHASES = {  # what follows a phase that has ended (facts.Startup)

@@ -74,9 +74,10 @@ class Watch:
           self._shifts = dict(shifts)
           self._begin()
           self._run.take(self._new(time.monotonic() + _READ_S))
-        silent_s = time.monotonic() - self._run.silent_s
         looked_at = None if self._behind else time.time()  # nobody is silent whom nobody has read
-        self._run.look(looked_at, [who for who, at_s in self._grew_s.items() if at_s > silent_s])
+        grew = {who: time.monotonic() - at_s for who, at_s in self._grew_s.items()}
+        fresh = {who: ago_s for who, ago_s in grew.items() if ago_s < self._run.silent_s}
+        self._run.look(looked_at, fresh)
         now = state_lib.state(self._run, self._config, self._name)
         notices = [_READS] if self._behind else now['notices']
         self._state = now | {'behind': self._behind, 'notices': notices}

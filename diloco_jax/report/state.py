@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import run_config
+from diloco_jax.protocol import ids
 from diloco_jax.report import condition, programs, run_facts
 from diloco_jax.report import folder as folder_lib
 
@@ -18,7 +19,7 @@ PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
 _RUN_FIELDS = 'end_s total_steps tokens_per_second seconds_left'.split()
-_LEARNER_FIELDS = 'connected step staleness incarnation'.split()
+_LEARNER_FIELDS = 'step staleness incarnation'.split()
 
 
 def state(
@@ -32,7 +33,7 @@ def state(
   if not config:
     about.append(f'config {folder_lib.UNKNOWN}')
   merges = run.merges_s, run.participants, run.live, run.staleness
-  connected = [learner.connected for learner in run.learners.values()]
+  connected = [_connected(run, name) for name in run.learners]
   stepped_s = [
     learner.steps[-1].at_s
     for name, learner in run.learners.items()
@@ -77,6 +78,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _LEARNER_FIELDS} | {
+    'connected': _connected(run, name),
     'loss': learner.loss,
     'tokens_per_second': learner.tokens_per_second if run.works(name) else 0.0,
     'condition': _so(run.condition(name)),
@@ -89,6 +91,13 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'lives': _drawn(learner.processes, run.end_s),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
+
+
+def _connected(run: run_facts.RunFacts, name: str) -> int | None:
+  """1 or 0; None: it is not known, as only the syncer's records have it."""
+  syncer, learner = run.syncer_facts and run.condition(ids.SYNCER), run.learners[name]
+  takes_part = syncer is not None and syncer.kind in (condition.WORKS, condition.WAITS)
+  return int(learner.is_live and takes_part) if learner.joined else None
 
 
 def _mean_pace(
@@ -190,5 +199,6 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
     deaths_s = [p.ended_s or 0 for p in learner.processes if p.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
-      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else its end is an event, too
+      is_event = any(abs(died_s - at_s) < 2 for died_s in deaths_s)  # as its end is one, too
+      if not is_event or reason.startswith('quarantined'):
         yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

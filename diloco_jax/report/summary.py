@@ -183,7 +183,7 @@ def _learner(name: str, read: folder_lib.Read) -> dict[str, Any]:
 def _condition_text(so: condition.Condition) -> str:
   """What is so of a learner, in words of a text that is read later; '' of one that is done."""
   if so.state in ('done', 'no step'):
-    return so.text if so.state == 'no step' else ''
+    return so.text if so.why else ''
   if so.is_gone or so.state == 'down':
     return f'{so.state}: {so.why}'.removesuffix(': ')
   if not so.silent:

@@ -59,6 +59,7 @@ class SyncerRecords:
     self.say = records.say
     # For a learner that comes again and again.
     self._notices = rate_limited_log.Notices(int(_SAY_S * 1e9), records.say)
+    self._lost = set[str]()  # learners of which the newest line says so
 
   def report(self, fact: facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
@@ -74,7 +75,10 @@ class SyncerRecords:
       case facts.Member(state='joined' | 'lost'):
         why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
         line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
-        self._notices.say(time.monotonic_ns(), f'{fact.learner} {fact.state}', line)
+        back = fact.state == 'joined' and fact.learner in self._lost
+        what = f'{fact.learner} {fact.state}'
+        if self._notices.say(time.monotonic_ns(), what, line, always=back):
+          (self._lost.add if fact.state == 'lost' else self._lost.discard)(fact.learner)
       case facts.Synced():
         self._records.scalars(
           fact.sync,

@@ -114,6 +114,8 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   waited = actions.Exit(code=75, text='No syncer has answered.')
   assert cli._call(lambda argv: lifecycle.finish(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
+  (*_, end) = records_lib.records(tmp_path)
+  assert (end['name'], end['code']) == ('exit', 75), 'there may be no supervisor that records it'
 
 
 @pytest.mark.parametrize('moment', ['load', 'complete', 'theta'])

@@ -58,6 +58,8 @@ def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
   shares = {'progress': shown['progress'], **discarded, **shown['figures']}
   for name, learner in shown['learners'].items():
     shares[f'goodput of {name}'] = learner['goodput']
+    if learner['step'] > (shown['total_steps'] or math.inf):
+      yield f'{name} is at clock {learner["step"]} of {shown["total_steps"]}'
     shares |= {f'{what} of {name}': s for what, s in learner['spent_s'].items() if s < 0}
   for name, share in shares.items():
     if share is not None and not (math.isfinite(share) and -1e-9 <= share <= 1 + 1e-6):

@@ -27,6 +27,7 @@ STEPS = [(10 + n, n, 1.0) for n in range(1, 20)]
     ([(at_s, n, 2.0) for at_s, n, _ in STEPS], 900, 'steps of 38.000 s'),
     ([(*values, 1.5) for values in STEPS], 900, 'a batch was awaited'),
     (STEPS, 1_900, 'merged'),
+    ([(10 + n, n, 1.0) for n in range(1, 31)], 900, 'clock 30 of 24'),
   ],
 )
 def test_it_is_found(steps, merged, what, tmp_path):

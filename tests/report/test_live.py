@@ -2,13 +2,16 @@
 
 import io
 import itertools
+import types
 
 import pytest
 
+from diloco_jax.config import load
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts
 from diloco_jax.report import facts as report_facts
-from diloco_jax.report import live, run_facts
-from tests.report.rows import child, joined, ledger, member, row, startup, step, synced
+from diloco_jax.report import live, run_facts, serve
+from tests.report.rows import add_of, child, joined, ledger, member, row, startup, step, synced
 
 
 def test_the_time_left_is_that_of_the_steps_since_a_restart():
@@ -151,3 +154,20 @@ def test_a_syncer_whose_records_begin_after_those_of_a_learner_is_told_of():
   first = startup(1, 'assembled')
   run.take([('l0', first), ('syncer', first), ('syncer', startup(1, 'listens'))])
   assert run.condition('syncer').state == 'waiting'
+
+
+def test_a_page_counts_a_silence_from_the_newest_record(tmp_path, monkeypatch):
+  """Whatever the clock of its writer says."""
+  now_s, behind_s = [0.0], 30
+  clock = types.SimpleNamespace(time=lambda: 1000 + now_s[0], monotonic=lambda: now_s[0])
+  monkeypatch.setattr(serve, 'time', clock)
+  load.write(tmp_path, stdlib_lm.get_config('tiny'))
+  watch = serve.watch_of(tmp_path)
+  seen = []
+  for now_s[0] in range(0, 27, 2):  # noqa: B020
+    if now_s[0] <= 10:
+      add_of(tmp_path, 'l0', step(1000 + now_s[0] - behind_s, now_s[0] + 1, now_s[0] + 1))
+    so = watch.state()['learners']['l0']['condition']
+    seen.append((so['kind'], so['text']))
+  assert seen[7] == ('works', 'training') and {kind for kind, _ in seen[1:10]} == {'works'}
+  assert seen[11] == ('silent', 'not heard of for 12 s (training before)'), seen

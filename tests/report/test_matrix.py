@@ -23,7 +23,7 @@ from diloco_jax.report import facts as report_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
-from tests.report.rows import add, child, exited, ledger, member, row, step, synced
+from tests.report.rows import add, child, exited, ledger, member, progress, row, step, synced
 
 ROOT = pathlib.Path(__file__).resolve().parents[2] / 'diloco_jax'
 BEGAN, STEPS = 1_795_900_000.0, 100  # wall-clock time of the first fact; T
@@ -57,7 +57,8 @@ def is_about(record: tuple[str, dict[str, Any]], name: str) -> bool:
 
 def training(count: int, until: int = 20) -> Rows:
   """Everybody trains: a step each second from 10 s on, an outer step every two."""
-  rows = [child(BEGAN, name, 'starting') for name in ('syncer', *names(count))]
+  again = 'restarted (process 2)'
+  rows = [child(BEGAN, name, 'starting', again) for name in ('syncer', *names(count))]
   rows.append(startup(1, 'syncer', 'ready'))
   for name in names(count):
     joined = facts.State(state='joined', incarnation=1, clock=0)
@@ -97,6 +98,14 @@ def to_the_end(n: int) -> Rows:
   return [*rows, exited(BEGAN + 113, 'syncer', 0), child(BEGAN + 113, 'syncer', 'done')]
 
 
+def to_the_end_stuck(n: int) -> Rows:
+  """The run is over, and l0 has not made its last steps: its loader blocks."""
+  others = [record for record in to_the_end(n) if not is_about(record, 'l0')]
+  own = [record for record in training(n) if is_about(record, 'l0')]
+  ends = [state(111, 'ending', 'done'), ('l0', exited(BEGAN + 112, 'l0', 0)[1])]
+  return [*others, *own, no_step(110, 'reading', 81), *ends]
+
+
 def to_the_end_without_l0(n: int) -> Rows:
   """The run is over before l0, which was killed, could be started again."""
   others = [record for record in to_the_end(n) if not is_about(record, 'l0')]
@@ -121,6 +130,7 @@ class Situation:
   says: str
   never: str = r'\bnow\b'
   silent: bool = False
+  since: float | None = None  # the state of the program began, in s
 
 
 def phase(name: str, *phases: str) -> Callable[[int], Rows]:
@@ -150,6 +160,7 @@ def without(rows: Callable[[int], Rows], is_left_out: Callable[[Any], bool]) -> 
 
 QUARANTINE = 'quarantined: NaN or Inf'
 CLOSING = facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
+OVER = 'done|over'
 LEFT = r'\bnow\b| (s|min|h) left'
 DOWN = child(BEGAN + 30, 'l0', 'down', 'killed; restart in 9 s')
 KILLED, FAILED, REFUSED = (exited(BEGAN + 30, 'l0', code) for code in (-9, 1, 42))
@@ -186,11 +197,42 @@ SITUATIONS = {
     then(state(30, 'disconnected', 'Socket closed'), of_member(30, 'silent')),
     *(61, 'l0', 'alone', 'training', 'alone'),
   ),
+  'it has joined again': Situation(
+    then(
+      *[state(at, 'joined') for at in (45, 100)],
+      startup(50, 'l0', 'compiled'),
+      *[('syncer', row(BEGAN + at, member('l0', 'joined'))) for at in (45, 100)],
+      *[('l0', step(BEGAN + at, at - 9, at - 65)) for at in range(100, 111)],
+      quiet=('l0',),
+      until=110,
+    ),
+    *(111, 'l0', 'training', 'training', 'training', 'silent|not heard'),
+  ),
+  'it makes steps again': Situation(
+    then(no_step(30, 'reading', 31)), 61, 'l0', 'training', 'training', 'training', 'no step'
+  ),
+  'it is back from quarantine': Situation(
+    then(of_member(29, QUARANTINE), ('syncer', row(BEGAN + 30, member('l0', 'joined', 2)))),
+    *(61, 'l0', 'training', 'training', 'training', 'in quarantine'),
+  ),
+  'nobody has joined the next syncer': Situation(
+    without(
+      then(
+        ('syncer', row(BEGAN + 30, progress('l0', 40, 40))),
+        startup(40, 'syncer', 'assembled'),
+        quiet=names(64),
+      ),
+      lambda record: record[0] in names(64) or record[1].get('child') == 'l0',
+    ),
+    *(61, 'l0', 'training', 'training', 'not heard of|training when its records ended, 2'),
+    silent=True,
+  ),
   'its loader blocks': learner(
     'no step',
     *[no_step(at, 'reading', at - 29) for at in range(60, 63)],
     now=63,
     says='no step.*reads its next batch',
+    since=29,
   ),
   'its loader blocks, elsewhere': Situation(
     without(
@@ -199,12 +241,18 @@ SITUATIONS = {
     ),
     *(63, 'l0', 'no step', 'training', 'no step.*reads its next batch'),
   ),
-  'it compiles again': learner('compiling', no_step(62, 'compiling', 33), now=63),
+  'it is cut off, too': learner(
+    'no step', no_step(60, 'reading', 31), state(61, 'disconnected', 'Socket closed'), now=62
+  ),
+  'it compiles again': learner('compiling', no_step(62, 'compiling', 33), now=63, since=29),
   'a long step runs': learner('training', no_step(62, '', 33), now=63, never='not heard'),
   'it is stopped by SIGSTOP': learner(
     'training', says='not heard of|training when its records ended, 3', silent=True
   ),
-  'it is killed': learner('down', DOWN, KILLED, DOWN),
+  'it is killed': learner('down', DOWN, KILLED, DOWN, since=30),
+  'its record alone has 42': learner(
+    'refused', ('l0', exited(BEGAN + 31, 'l0', 42)[1]), says='refused.*exit code 42', since=31
+  ),
   'it was killed by hand': Situation(
     without(then(KILLED, quiet=('l0',)), lambda record: record[1].get('state') == 'starting'),
     *(61, 'l0', 'killed', 'training', 'killed'),
@@ -222,6 +270,9 @@ SITUATIONS = {
   ),
   'it failed': learner(
     'failed', FAILED, child(BEGAN + 30, 'l0', 'failed', 'exit code 1'), says='failed.*exit code 1'
+  ),
+  'its record alone has its end': learner(
+    'stopped', ('l0', exited(BEGAN + 31, 'l0', 0)[1]), never='restarted|not heard'
   ),
   'it may not take part': learner(
     'refused',
@@ -246,6 +297,15 @@ SITUATIONS = {
     ),
     *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(training\)', 'evaluates'),
   ),
+  'the end waits for one in quarantine': Situation(
+    then(
+      of_member(29, QUARANTINE),
+      ('l0', exited(BEGAN + 30, 'l0', 1)[1]),
+      ('syncer', row(BEGAN + 60, CLOSING)),
+      quiet=('l0',),
+    ),
+    *(61, 'syncer', 'merging', 'closing', r'waits for l0 \(in quarantine', 'evaluates'),
+  ),
   'all are at the end': Situation(
     lambda n: training(n, STEPS), 110, 'syncer', 'merging', 'closing', 'evaluates', 'it waits'
   ),
@@ -259,6 +319,27 @@ SITUATIONS = {
   'the syncer starts again': syncer(
     'starting', 'training', child(BEGAN + 60, 'syncer', 'starting')
   ),
+  'the syncer is down': syncer(
+    'down',
+    'down',
+    child(BEGAN + 50, 'syncer', 'down', 'killed; restart in 9 s'),
+    says='down.*its syncer has ended, killed',
+    never=LEFT,
+  ),
+  'the record of the syncer alone has 42': Situation(
+    without(
+      then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), quiet=('syncer',)),
+      lambda record: record[0] == 'supervisor',
+    ),
+    *(61, 'syncer', 'refused', 'dead', 'dead|refused', LEFT),
+  ),
+  'the syncer is started by hand': Situation(
+    without(
+      then(('syncer', exited(BEGAN + 31, 'syncer', 42)[1]), startup(60, 'syncer', 'assembled')),
+      lambda record: record[0] == 'supervisor' or record[1]['time'] > BEGAN + 60,
+    ),
+    *(61, 'syncer', 'starting', 'training', 'training', r'\bdead\b|refused \('),
+  ),
   'the syncer ended with 42': syncer(
     'refused',
     'dead',
@@ -270,8 +351,15 @@ SITUATIONS = {
   'the run is over before its restart': Situation(
     to_the_end_without_l0, 900, 'l0', 'killed', 'over', 'killed', 'restart in|not heard'
   ),
+  'the run is over without one in quarantine': Situation(
+    lambda n: [*to_the_end_without_l0(n), of_member(29, QUARANTINE)],
+    *(900, 'l0', 'in quarantine', 'over', 'quarantine', 'start it again'),
+  ),
+  'it was stuck until the end': Situation(
+    to_the_end_stuck, 900, 'l0', 'done', 'over', 'no step in its last 1 min 21 s: reads its'
+  ),
   'the run is over': Situation(
-    to_the_end, 900, 'l0', 'done', 'over', 'done|over', r'not heard| (s|min|h) left'
+    to_the_end, 900, 'l0', 'done', 'over', OVER, r'not heard| (s|min|h) left'
   ),
 }
 
@@ -342,28 +430,38 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
   if so.program:
     program = run.run.condition(so.program)
     yield 'model', (program.state, program.silent) == (so.state, so.silent), f'{program}'
+    yield 'model', so.since in (None, program.since_s), f'{program}'
+    yield 'model', program.meaning.startswith('before: ') == so.silent, program.meaning
     is_bad = program.kind in (condition.FAULT, condition.SILENT)
+    is_helped = bool(re.search('Read logs|Check its host', '\n'.join(condition.notices(run.run))))
+    yield 'status', is_helped >= (is_bad and so.state in condition._REMEDIES), 'no remedy'
+    events = [event for event in page_state(run)['events'] if 'quarantined' in event[2]]
+    yield 'page', bool(events) == (QUARANTINE in f'{run.run.learners["l0"].lost}'), f'{events}'
   for name, (_, tell) in SURFACES.items():
     text = tell(run, so.program)
     if name == 'metrics':
+      is_served = so.run not in ('dead', 'down', 'over') and not is_silent
+      yield name, is_served or 'diloco_learners_connected 0' in text, text
       if so.program.startswith('l'):
         label = 'silent' if so.silent else so.state
         of = f'learner="{so.program}"'
         yield name, f'diloco_learner_state{{{of},state="{label}"}} 1' in text, text
         rate = re.search(rf'diloco_learner_tokens_per_second{{{of}}} (\S+)', text)
+        is_connected = f'diloco_learner_connected{{{of}}} 1' in text
+        yield name, not (is_connected and so.state in ('lost', 'in quarantine')), text
         works = so.state in ('training', 'alone') and not so.silent
         yield name, (float(rate[1]) > 0) == works, text
       continue
-    quiet = so.program == 'syncer' and so.run == 'training' and not so.silent or so.run == 'over'
-    if name == 'report' and quiet:
+    quiet = so.program == 'syncer' and so.run == 'training' and not so.silent
+    if name == 'report' and (quiet or (so.run == 'over' and so.says == OVER)):
       yield name, ('not ended' in text) == (so.run != 'over'), text
       continue  # it has no line about a syncer, or a learner, that is well
     is_well = not is_bad and so.run in ('training', 'starting', 'over')
     if not (name in _SILENT_IF_WELL and is_well):
       of_many = len(run.run.learners) > live._EACH and name == 'line'
-      if not (of_many and (not is_bad or so.program == 'syncer')) and so.run != 'not begun':
-        is_said = bool(re.search(so.says, text)) or (name == 'line' and so.program == 'syncer')
-        yield name, is_said, text
+      counted = of_many and not is_bad and so.program != 'syncer'
+      if not counted and so.run != 'not begun':
+        yield name, bool(re.search(so.says, text)), text
     yield name, not re.search(so.never, text), text
 
 

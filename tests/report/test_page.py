@@ -295,9 +295,12 @@ def test_prometheus_reads_the_metrics(port):
 
 
 def test_the_command_serves_a_run_until_ctrl_c(workdir):
-  command = [sys.executable, '-m', 'diloco_jax', 'status', f'--workdir={workdir}']
+  slow = 'import runpy; from diloco_jax.report import serve; serve._READ_S = 0.01'  # it takes many
+  slow += '; runpy.run_module("diloco_jax", run_name="__main__")'
+  command = [sys.executable, '-c', slow, 'status', f'--workdir={workdir}']
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
     port = program.stdout.readline().strip('/\n').rpartition(':')[2]
+    assert 'The records of the syncer ended' in program.stdout.readline(), 'once all is read'
     assert ask(int(port), '/run.json')[0] == 200
     done = command_line.diloco('status', f'--workdir={workdir}', f'--port={port}')
     assert done.returncode == 42 and f'port {port} is in use' in done.stderr

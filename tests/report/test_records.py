@@ -129,14 +129,16 @@ def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_pars
     syncer += [opening | {'time': -5000}]
     syncer += [line(at_s, 'synced') | {'time': at_s - 5000} for at_s in range(1, 300)]
   joined = syncer[-1] | {'name': 'member', 'learner': 'l0', 'state': 'joined', 'incarnation': 1}
-  learner = [line(7000, 'startup'), line(7001, 'state', state='joined', incarnation=1)]
+  learner = [line(7000, 'startup'), line(7000, 'nostep')]
+  learner += [line(7001, 'state', state='joined', incarnation=1)]
   write_lines(tmp_path, 'syncer', [*syncer, joined])
   write_lines(tmp_path, 'l0', [*learner, line(7002, 'step')])
   parsed, parse = [], safe_json.parse
   monkeypatch.setattr(safe_json, 'parse', lambda *of, **how: parsed.append(of) or parse(*of, **how))
   rows = list(records_lib.TailAll(tmp_path).stream())
   at_s = {row['name']: row['time'] for _, row in rows}
-  assert at_s['step'] == pytest.approx(at_s['member'], abs=3)
+  for name in ('startup', 'nostep', 'step'):
+    assert at_s[name] == pytest.approx(at_s['member'], abs=3)
   assert at_s['member'] == pytest.approx(299 + 298 * again, abs=3)
   assert len(parsed) < len(rows) + 10
 

@@ -520,7 +520,7 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
   assert read.run.syncer == 'merging'
   add(workdir, child(26, 'l1', 'refused', 'another model'))
   again = folder_lib.read(workdir).run
-  assert (again.fate('l1'), again.texts['l1']) == ('refused', 'another model')
+  assert (again.fate('l1'), again.learners['l1'].why) == ('refused', 'another model')
   with pytest.raises(ValueError, match='there is no run in'):
     folder_lib.read(workdir / 'records')
 

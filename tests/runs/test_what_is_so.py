@@ -140,6 +140,7 @@ def test_a_blocked_learner_ends_by_itself_once_its_run_is_over(world):
   )
   assert 'done at clock 200 of 200' in world.log('l0') and 'unreachable' not in world.log('l1')
   assert 'it ends without its step' in world.log('l1')
+  world.until('all is read', lambda: not world.state()['behind'])
   now = world.state()
   assert (
     now['condition']['state'] == 'over' and not now['notices'] and now['tokens_per_second'] == 0
@@ -160,3 +161,5 @@ def test_learners_of_a_syncer_that_ended_for_good_end_and_say_so(world):
   world.until('l0 has ended', lambda: not world.processes['l0'].running)
   assert world.processes['syncer'].end() == 42 and world.processes['l0'].end() != 0
   assert 'the syncer has ended for good' in world.log('l0')
+  world.until('the page knows', lambda: world.state()['condition']['state'] == 'dead')
+  assert 'The run is dead: the syncer refused (exit code 42)' in world.state()['notices'][0]

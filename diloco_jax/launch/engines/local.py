@@ -16,9 +16,11 @@ from diloco_jax.process import exits, run_folder
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders
 
-RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
+RESUME = flags.DEFINE_bool(
+  'resume', False, 'With --engine=local or ray: continue the run in --workdir.'
+)
 _LISTEN = flags.DEFINE_string(
-  'listen', '', 'local, systemd: HOST:PORT for learners on other machines, with --tls.'
+  'listen', '', 'With --engine=local or systemd: HOST:PORT for learners elsewhere, with --tls.'
 )
 
 

@@ -182,8 +182,9 @@ class Connection:
     """Whether a session has closed for good: the run is over, or its syncer has ended so."""
     return reason.startswith(messages.ENDED) or bool(self.run and self.alone.gone(reason))
 
-  def disconnected(self, now_ns: int, reason: str, ending: bool) -> None:
-    """The session has closed: pauses before the next attempt, unless the learner is `ending`."""
+  def disconnected(self, now_ns: int, reason: str, ending: bool, stuck: bool) -> None:
+    """The session has closed: pauses before the next attempt, unless the learner is `ending`.
+    `stuck`: its step is missing."""
     joined = self.joined
     self._move('away')
     unproved = self._refused == self.session and self._unproved_ns is not None
@@ -196,6 +197,5 @@ class Connection:
     jitter = 500 + int(self._random.random() * 1000)  # permille of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
     if joined and not (unproved or ending):
-      self._out.say(
-        f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
-      )
+      goes_on = 'The learner still makes no step' if stuck else 'Training continues'
+      self._out.say(f'syncer unreachable ({reason}). {goes_on}, nothing is lost. Retrying.')

@@ -178,7 +178,8 @@ class LearnerMachine:
     self._drop_arrivals()
     if self._connection.has_ended(reason):
       self._begin_end(now_ns, reason)
-    self._connection.disconnected(now_ns, reason, self._leaving)
+    stuck = bool(self._missing_step.doing)
+    self._connection.disconnected(now_ns, reason, self._leaving, stuck)
     if joined:
       self._report_state('disconnected', reason)
     if not (self._running or self._leaving) and self._connection.alone.gives_up(now_ns, reason):
