@@ -126,9 +126,12 @@ _SELECTION = pytest.StashKey[changed.Selection]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """The processes that tests start compile more than they run."""
+  """The processes that tests start compile more than they run. XLA's fusion emitters compile small
+  programs in twice the time; from jax 0.12 on XLA refuses the flag."""
   if not config.getoption('--all'):
     os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
+    if jax.__version_info__ < (0, 12):  # this process has read its XLA_FLAGS
+      os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false')
   if hasattr(config, 'workerinput'):
     os.setsid()
   if config.getoption('--changed'):
