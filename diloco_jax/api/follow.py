@@ -22,7 +22,6 @@ from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, folders, states
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses
@@ -75,10 +74,12 @@ def follow(
   if not syncer:
     workdir = folder_lib.choose(workdir)
     if load_params.is_store(workdir):
+      store = store_lib.Store(str(workdir))
+      run = claim_lib.lineage_in(store, claim_lib.read(store)[0]).run
       with jax.set_mesh(None), load_params.local(workdir) as folder:
         assembled = load_params.assemble(folder)
         frozen = assembled.frozen() if assembled.never_sent else {}
-        return _copied(assembled, frozen, str(workdir), wait_s, into)
+        return _copied(assembled, frozen, store, run, wait_s, into)
   access = addresses.access(tls, plaintext_loopback)
   if not syncer:
     workdir = pathlib.Path(workdir).absolute()
@@ -149,10 +150,15 @@ def _models(
 
 
 def _copied(
-  assembled: build.Assembly, frozen: dict[str, Any], place: str, wait_s: float, into: Any
+  assembled: build.Assembly,
+  frozen: dict[str, Any],
+  store: store_lib.Store,
+  run: str,
+  wait_s: float,
+  into: Any,
 ) -> Iterator[tuple[int, Any]]:
-  """The model of each new copy of a checkpoint in a store."""
-  store, theta = store_lib.Store(place), global_model.Theta(assembled)
+  """The model of each new copy of a checkpoint of this run in a store."""
+  place, theta = store.place, global_model.Theta(assembled)
   seen, last, renewed, damaged, failed = '', None, None, '', ''
   deadline_s = time.monotonic() + wait_s
   while time.monotonic() < deadline_s:
@@ -162,12 +168,15 @@ def _copied(
       if generation != renewed:
         renewed, deadline_s = generation, time.monotonic() + wait_s
       ended = claim and claim.released and store.read(f'{folders.MODEL}/{states.MANIFEST}')
-      lineage = claim.lineage if claim else lineage_lib.Lineage()
+      lineage = claim_lib.lineage_in(store, claim)
+      run = run or lineage.run
+      if claim and lineage.run != run:
+        raise ValueError(f'{place} has the run {lineage.run} now, the run {run} was followed')
       newest = (states.copies(store, lineage.part) or [''])[-1]
       failed = '' if claim else f': it has no {claim_lib.NAME}'
       if newest not in ('', seen):
         seen, damaged = newest, ''
-        model = _in_copy(theta, store, newest, lineage.run)
+        model = _in_copy(theta, store, newest, run)
     except states.Damaged as error:  # the next one may do
       damaged = f': {exits.one_line(error)}'
     except store_lib.StoreError as error:

@@ -11,17 +11,19 @@ import functools
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from diloco_jax.api import states as loop_states
-from diloco_jax.config import brought, build, load
+from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.process import own_model
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import arrays, folders, json_files, outer_log, states, tree_digest
+from diloco_jax.storage import arrays, folders, json_files, outer_log, states, tree_digest, wal
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
@@ -110,27 +112,36 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
     if store.read(f'{(own := folders.OWN_MODEL)}/{states.MANIFEST}'):
       states.fetch(store, own, copy / own, folders.VERSION_0)
     claim, _ = claim_lib.read(store)
-    lineage = claim.lineage if claim else lineage_lib.Lineage()
+    lineage = claim_lib.lineage_in(store, claim)
+    if claim and claim.agreement:
+      json_files.replace(folders.log_folder(copy) / outer_log.AGREEMENT, claim.agreement.encode())
+    copies = lambda: states.copies(store, lineage.part)
 
     def candidates() -> list[str]:
       has_model = store.read(f'{folders.MODEL}/{states.MANIFEST}') is not None
-      return [*states.copies(store, lineage.part), *[folders.MODEL] * has_model]
+      return [*copies(), *[folders.MODEL] * has_model]
 
     def fetch(name: str) -> states.Manifest:
       if name == folders.MODEL:
+        read = lambda at: states.fetch_manifest(store, at)[0]
+        _require_last(read(name), copies()[-1:], read)
         return states.fetch(store, name, copy / name, folders.MODEL, lineage.run)
       to = folders.syncer_folder(copy) / folders.CHECKPOINTS / str(states.number(name))
       return states.fetch(store, name, to, f'syncer/{to.name}', lineage.run)
 
     states.newest(candidates, fetch, _warn)
-    yield copy
+    try:
+      yield copy
+    except (ValueError, states.StateError) as error:
+      error.args = (str(error).replace(temporary, store.place),)
+      raise
 
 
 def is_store(place: str | pathlib.Path) -> bool:
   """Whether a place is the store of a run, and not its folder."""
   if str(place).startswith(folders.BUCKET) or pathlib.Path(place, claim_lib.NAME).is_file():
     return True
-  return any(pathlib.Path(place).glob('syncer/ckpt/*-*'))  # copies, whose claim is gone
+  return bool(states.copies(store_lib.Store(str(place)), 'syncer/'))  # whose claim is gone
 
 
 def _warn(place: Any, error: Exception) -> None:
@@ -156,11 +167,33 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
   model = own_model.read(workdir)
   if (config := folder_lib.config_of(workdir)) is None:
     raise ValueError(f'there is no model in {workdir}: its config is {folder_lib.UNKNOWN}')
+  _require_settings(config, workdir)
   if model is not None:
     return own_model.complete(model, config)
   assembled = build.assemble(config, data=False)
   brought.require(load.brought(workdir), assembled.things, assembled.of_the_model)
   return assembled
+
+
+def _require_settings(config: run_config.Config, workdir: pathlib.Path) -> None:
+  """Raises ValueError: the config is not that with which the log has begun. A list of settings of
+  which the log has another hash is damaged, and compared with nothing."""
+  log, here = folders.log_folder(workdir), config.agreement() | load.brought(workdir)
+  try:
+    text = json_files.read_bytes(log / outer_log.AGREEMENT, json_files.MAX_BYTES).decode()
+    for record in sorted(log.glob('*.rec'))[-1:]:
+      with open(record, 'rb') as file:
+        if wal.run_in(file.read(wal.HEADER_BYTES)) != outer_log.run_of(text):
+          return
+    begun = safe_json.parse_object(text)
+  except (OSError, ValueError):
+    return
+  alone = here.keys() ^ begun.keys()
+  if differences := agreement_lib.changed(here, begun, {*agreement_lib.MAY_CHANGE, *alone}):
+    raise ValueError(
+      f'{workdir / load.FILE} is not the config of the run: {"; ".join(differences)}. Nothing was '
+      'changed: put its own one back'
+    )
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
@@ -177,11 +210,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
       theta = global_model.Theta(assembled)
       return in_checkpoint(theta, path, f'syncer/{path.name}', run)[1]
     manifest, tree = states.load_on_host(path, None, '', most_bytes, folders.MODEL, run)
-    for number in folders.checkpoints(node)[-1:]:
-      with contextlib.suppress(states.Damaged):
-        newer = states.read(checkpoint(number)).record['protocol'][outer_log.POSITION]
-        if newer > manifest.record[outer_log.POSITION]:
-          raise states.Damaged(f'{path} is older than checkpoint {number}')
+    _require_last(manifest, [*map(checkpoint, folders.checkpoints(node)[-1:])], states.read)
     return tree
 
   candidates = lambda: [*map(checkpoint, folders.checkpoints(node)), *[model] * model.is_dir()]
@@ -191,6 +220,18 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   if tree is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   return tree
+
+
+def _require_last(
+  model: states.Manifest, newest: Sequence[Any], read: Callable[[Any], states.Manifest]
+) -> None:
+  """Raises Damaged: the newest checkpoint, if there is one, is of later outer steps."""
+  for place in newest:
+    later = 0
+    with contextlib.suppress(states.Damaged):
+      later = read(place).record['protocol'][outer_log.POSITION]
+    if later > model.record[outer_log.POSITION]:
+      raise states.Damaged(f'the model is older than {place}, of outer step {later}')
 
 
 def in_checkpoint(

@@ -96,6 +96,17 @@ def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
     ) from error
 
 
+def lineage_in(store: store_lib.Store, content: Content | None) -> lineage_lib.Lineage:
+  """The lineage of the newest state of the run in a store. Raises StoreError: without a claim
+  nothing says where that is, as the run was restored."""
+  if not content and store.names('syncer/restored-'):
+    raise store_lib.StoreError(
+      f'{store.place} has no {NAME}, which says what the run was restored to. Start the syncer on '
+      'the disk that has the run: it writes the claim again'
+    )
+  return content.lineage if content else lineage_lib.Lineage()
+
+
 def take(
   store: store_lib.Store,
   here: lineage_lib.Lineage,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 import threading
 import time
@@ -19,6 +20,8 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import follower as follower_process
 from diloco_jax.process import own_model
 from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import json_files
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import addresses, grpc_server, grpc_session, link
 from diloco_jax.transport import payloads as payloads_lib
@@ -214,6 +217,15 @@ def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypat
   assert newest(others) == newest(models) > first > 0
   for ended in (models, others):
     assert not list(ended)
+  models = diloco_jax.follow(workdir=url)
+  assert newest(models)
+  was = store.read(claim_lib.NAME).data
+  claim = json_files.unseal(json.loads(was))
+  claim['content']['lineage']['run'] = '0' * 16
+  store.put(claim_lib.NAME, json.dumps(json_files.seal(claim)).encode())
+  with pytest.raises(ValueError, match='has the run 0000000000000000 now, the run .* was followed'):
+    next(models)
+  store.put(claim_lib.NAME, was)
   if kind == 'bucket':
     done = command_line.diloco('evaluate', '--follow', f'--workdir={url}')
     assert done.stdout.startswith('version ') and done.stdout.count('held-out loss') == 1, done

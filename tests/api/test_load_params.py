@@ -167,6 +167,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path):
     diloco_jax.load_params(tmp_path / 'run')
 
 
+def test_what_a_save_or_a_syncer_has_beside_checkpoints_makes_no_store_of_a_folder(run, tmp_path):
+  shutil.copytree(run, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  for name in ('new_99.orbax-checkpoint-tmp', 'unreadable-9'):
+    (tmp_path / 'run' / 'syncer' / 'ckpt' / name).mkdir()
+  read = diloco_jax.load_params(tmp_path / 'run')
+  jax.tree.map(np.testing.assert_array_equal, read, diloco_jax.load_params(run))
+
+
 def test_a_model_is_read_without_the_data_of_its_run(run, tmp_path):
   """As on another machine: from the model of the end, and from the newest checkpoint."""
   shutil.copytree(run, tmp_path / 'run')

@@ -30,7 +30,7 @@ from diloco_jax.process import exits, restore
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import arrays, folders, states
+from diloco_jax.storage import arrays, folders, outer_log, states
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.train import corpus_files
@@ -306,7 +306,11 @@ SWAPS = {
 
 def _of_folder(swap: str, path: pathlib.Path, other: pathlib.Path, before: pathlib.Path) -> None:
   """The same of a whole state."""
-  if swap == 'another':
+  if swap == 'older' and path.name == folders.MODEL:  # of an earlier end, from a backup
+    manifest, tree = states.load_on_host(path)
+    record = manifest.record | {outer_log.POSITION: manifest.record[outer_log.POSITION] - 1}
+    states.save(path, folders.MODEL, jax.tree.map(np.zeros_like, tree), record)
+  elif swap == 'another':
     shutil.rmtree(path)
     shutil.copytree(other, path)
   elif swap == 'older':
@@ -344,7 +348,7 @@ def _config(site: pathlib.Path, seed: int = 0) -> Any:
   config.train.store, config.train.store_log = str(site / 'store'), True
   config.train.init_from = str(site / 'begun.safetensors')
   config.data.corpus, config.data.tokenizer = str(site / 'text'), 'bpe(size=300)'
-  config.model.vocab_size = 384
+  config.model.vocab_size, config.model.window = 384, 8 * seed  # no shape shows which it is
   return config
 
 
@@ -488,7 +492,7 @@ def _cells(bench: Bench) -> Iterator[tuple[str, str, str, str]]:
     olders = [path for path in folder_.parent.glob('[0-9]*') if _number(path) < _number(folder_)]
     before = max(olders, key=_number, default=None)
     for swap in ('another', 'older', 'moved', 'gone while it is read'):
-      if before or swap not in ('older', 'moved'):
+      if before or swap not in ('older', 'moved') or (swap, folder_.name) == ('older', 'model'):
         yield swap, name, before.relative_to(bench.whole).as_posix() if before else '', 'state'
 
 
