@@ -9,6 +9,8 @@ wrong:
 * A ctime is of no kernel, but of an image, FAT or a bucket: one of whole seconds is not remembered.
 * An inode or a device number was another file's: size and nanosecond would have to be equal, too.
   Hard links, bind mounts and cloned disks have the same content.
+* A program writes to a mapping of the file: only its first write to a page moves the ctime, until
+  the page is on the disk. So it is put there first, if it may not be. tmpfs has no disk.
 * Another client of an NFS server changes a file: this one sees it within a minute (`acregmax`).
 * The memory is torn or damaged: it has a checksum. It is another user's (XDG_CACHE_HOME): who can
   write there can also write the compiled programs beside it.
@@ -29,6 +31,7 @@ from diloco_jax.storage import folders, json_files
 Files = Sequence[tuple[str, str]]  # name, path
 Key = tuple[int, int, int, int]
 _YOUNG_NS = 3 * 10**9  # many ticks of a clock that has parts of a second
+_WRITTEN_NS = 120 * 10**9  # within which kernels write to a disk what has changed in memory
 
 
 def of(listed: Files | pathlib.Path) -> str:
@@ -91,4 +94,7 @@ def newest(listed: Files) -> str:
 def _sha256(path: str) -> str:
   files_lib.require_file(path)
   with open(path, 'rb', buffering=0) as file:
+    if os.fstat(file.fileno()).st_ctime_ns > time.time_ns() - _WRITTEN_NS:
+      with contextlib.suppress(OSError):  # of a file system that only reads
+        os.fsync(file)
     return hashlib.file_digest(file, 'sha256').hexdigest()

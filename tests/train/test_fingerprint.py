@@ -1,6 +1,8 @@
 """A file is known by what is in it; what is remembered of it is never of other bytes."""
 
+import mmap
 import os
+import subprocess
 import time
 
 import pytest
@@ -46,6 +48,17 @@ def test_a_file_is_read_once_and_again_if_a_byte_changes(path, read, monkeypatch
   assert fingerprint.of([('b', f'{path}.link')]) == digests[-1]
   with pytest.raises(ValueError, match='cannot read .*a.txt.gone: No such file'):
     fingerprint.of([('a', f'{path}.gone')])
+
+
+def test_what_is_written_to_a_mapping_of_a_file_is_seen(path, monkeypatch):
+  monkeypatch.setattr(fingerprint, '_YOUNG_NS', -(10**9))
+  with open(path, 'r+b') as file, mmap.mmap(file.fileno(), 0) as mapping:
+    digests = set()
+    for number in range(3):  # the first write moves the ctime
+      mapping[0] = number
+      digests.add(fingerprint.of([('a', path)]))
+  on_tmpfs = 'tmpfs' in subprocess.check_output(['stat', '-f', '-c', '%T', path], encoding='utf-8')
+  assert len(digests) == 3 or on_tmpfs
 
 
 @pytest.mark.parametrize('damage', ['empty', 'half', 'flipped', 'a time of whole seconds'])
