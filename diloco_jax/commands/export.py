@@ -63,9 +63,11 @@ def main(argv: list[str]) -> int:
           f'{out}: a folder needs the Hugging Face folder in train.init_from, {begun!r}; any other '
           'model is exported to a file, --out=NAME.safetensors'
         )
-      brought.require(load.brought(folder), assembled.things, [brought.MODEL])
+      begun_with = load.brought(folder)
 
       def write(folder: pathlib.Path, params: Any) -> None:
+        things = brought.things(assembled.config, assembled.task)  # as they are now
+        brought.require(begun_with, things, [brought.MODEL])
         # In float32, so that an adapter is added, and the sum is rounded, once: by the last call.
         wide = jax.tree.map(lambda leaf: leaf.astype('float32'), params)
         hugging_face.write(folder, export(wide), pathlib.Path(begun))

@@ -25,6 +25,7 @@ from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.storage import arrays
+from diloco_jax.train import fingerprint
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import task as task_lib
 
@@ -112,11 +113,28 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
   optimizer_lib.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   shared = config.agreement()
+  things = dict(brought.things(config, task))
   if config.train.init_from:
     start = task.start or (lambda path, seed: arrays.start(path, shapes))
-    init = functools.partial(start, config.train.init_from, config.train.seed)
+    fingerprint_of, files = things[brought.MODEL]
+    seen: list[str] = []  # of this process, which compares the first one with that of the run
+
+    def look() -> str:
+      seen.append(fingerprint_of())
+      return seen[-1]
+
+    def init() -> Any:
+      look()
+      params = start(config.train.init_from, config.train.seed)
+      if look() != seen[0]:
+        raise ValueError(
+          'the initial model has changed since this process has read it: '
+          f'{fingerprint.newest(files())}. Start again'
+        )
+      return params
+
+    things[brought.MODEL] = look, files
     task = dataclasses.replace(task, init=lambda seed: init())
-  things = brought.things(config, task)
   if data:  # with `local` of the data only what all must have in common
     if config.train.init_from:
       init()  # refuses arrays of another model

@@ -93,6 +93,17 @@ def test_what_has_changed_is_refused_or_said_with_its_file_and_time(name, run, c
     load_params.assemble(run)
 
 
+def test_an_initial_model_that_is_exchanged_while_a_process_runs_is_refused(run, tmp_path):
+  """As behind a link that moves: version 0 and frozen parameters are read after the comparison."""
+  before = _assembled(run), build.assemble(load.read(run), data=False)
+  for assembled in before:
+    brought.require(load.brought(run), assembled.things, [brought.MODEL])
+  _flip(tmp_path / 'gemma' / 'model.safetensors')
+  for assembled in before:
+    with pytest.raises(ValueError, match='the initial model has changed since .* changed last'):
+      assembled.frozen()
+
+
 def test_another_library_is_said(run, monkeypatch, capfd):
   monkeypatch.setattr(tokenizer_lib.importlib.metadata, 'version', lambda package: '99')
   brought.require(load.brought(run), _assembled(run).things, brought.TEXT_THINGS)
