@@ -81,17 +81,18 @@ def follow(
         frozen = assembled.frozen() if assembled.never_sent else {}
         return _copied(assembled, frozen, store, run, wait_s, into)
   access = addresses.access(tls, plaintext_loopback)
-  if not syncer:
-    workdir = pathlib.Path(workdir).absolute()
-    syncer = f'{dial.FILE}{workdir / run_folder.ADDRESS}'
-  address = dial.resolver(syncer, access)
+  folder = None if workdir is None else pathlib.Path(workdir).absolute()
+  where = syncer or f'{dial.FILE}{folder}/{run_folder.ADDRESS}'
+  address = dial.resolver(where, access)
   with contextlib.suppress(addresses.RunEnded), jax.set_mesh(None):
-    assembled = (
-      load_params.assemble(pathlib.Path(workdir).absolute())
-      if workdir is not None
-      else _described(address, access, wait_s)
-    )
-    return _models(assembled, address, access, wait_s, into, syncer)
+    if folder is None:
+      assembled = _described(address, access, wait_s)
+    else:
+      assembled = load_params.assemble(folder)
+    if folder and syncer:  # it may be an older copy
+      settings = safe_json.parse_object(_terms(address, access, wait_s).settings)
+      load_params.require_same(assembled.config.agreement(), settings, folder)
+    return _models(assembled, address, access, wait_s, into, where)
   return (model for model in ())  # it can be closed, too
 
 
@@ -113,12 +114,17 @@ def models(
     raise exits.NotInTime(exits.one_line(error)) from error
 
 
+def _terms(address: Callable[[], str], access: addresses.Access, wait_s: float) -> own_model.Terms:
+  """What the syncer answers to a program that has no model."""
+  return own_model.Terms.decode(bring.bring(own_model.NO_MODEL, address, access, wait_s))
+
+
 def _described(
   address: Callable[[], str], access: addresses.Access, wait_s: float
 ) -> build.Assembly:
   """The objects of a run of own loops, as its syncer describes it; waits until it has a model."""
   while True:
-    terms = own_model.Terms.decode(bring.bring(own_model.NO_MODEL, address, access, wait_s))
+    terms = _terms(address, access, wait_s)
     if terms.model:
       config = terms.applied_to(own_model.config(0, None, 0))
       return own_model.complete(own_model.from_header(terms.model, dict), config)

@@ -19,6 +19,7 @@ import numpy as np
 
 from diloco_jax.api import states as loop_states
 from diloco_jax.config import brought, build, load, run_config
+from diloco_jax.learner import baseline
 from diloco_jax.process import own_model
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import safe_json
@@ -178,7 +179,7 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 def _require_settings(config: run_config.Config, workdir: pathlib.Path) -> None:
   """Raises ValueError: the config is not that with which the log has begun. A list of settings of
   which the log has another hash is damaged, and compared with nothing."""
-  log, here = folders.log_folder(workdir), config.agreement() | load.brought(workdir)
+  log = folders.log_folder(workdir)
   try:
     text = json_files.read_bytes(log / outer_log.AGREEMENT, json_files.MAX_BYTES).decode()
     for record in sorted(log.glob('*.rec'))[-1:]:
@@ -188,6 +189,12 @@ def _require_settings(config: run_config.Config, workdir: pathlib.Path) -> None:
     begun = safe_json.parse_object(text)
   except (OSError, ValueError):
     return
+  require_same(config.agreement() | load.brought(workdir), begun, workdir)
+
+
+def require_same(here: dict[str, Any], begun: dict[str, Any], workdir: pathlib.Path) -> None:
+  """Raises ValueError: the settings in a folder differ from those of the run. Those that only one
+  has are not compared."""
   alone = here.keys() ^ begun.keys()
   if differences := agreement_lib.changed(here, begun, {*agreement_lib.MAY_CHANGE, *alone}):
     raise ValueError(
@@ -255,13 +262,14 @@ def in_checkpoint(
 def _of_baseline(assembled: build.Assembly, place: json_files.Place) -> Any:
   """The model in the newest checkpoint of a learner without a syncer, None: there is none."""
   most_bytes = tree_digest.most_bytes(assembled.shapes)
+  run = baseline.state(assembled.config)['run']
   for node in sorted((place / folders.ISLANDS).glob('*')):
 
     def use(number: int) -> Any:
       folder, name = node / folders.CHECKPOINTS / str(number), f'{node.name}/{number}'
-      if states.read(folder, name).record['protocol']['protocol']:
+      if not baseline.is_state(states.read(folder, name).record['protocol']['protocol']):
         return None  # of a learner whose syncer has another folder
-      return states.load_on_host(folder, assembled.shapes, 'params/', most_bytes, name)[1]
+      return states.load_on_host(folder, assembled.shapes, 'params/', most_bytes, name, run)[1]
 
     tree = states.newest(functools.partial(folders.checkpoints, node), use, _warn)
     if tree is not None:

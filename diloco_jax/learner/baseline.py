@@ -3,13 +3,25 @@
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, rate_limited_log
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, states
+from diloco_jax.storage import checkpoint, outer_log, states
 from diloco_jax.train import island as island_lib
+
+
+def state(config: run_config.Config) -> dict[str, Any]:
+  """What a checkpoint has in the place of a machine's state: the run."""
+  return {'run': outer_log.run_of(agreement_lib.encode(config.agreement()))}
+
+
+def is_state(protocol: dict[str, Any]) -> bool:
+  """Whether a checkpoint is of a learner without a syncer."""
+  return not protocol.keys() - {'run'}
 
 
 def run(
@@ -20,14 +32,19 @@ def run(
 ) -> actions.Exit:
   """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
   meanwhile. Ends early, between two steps, once `stopping` returns true. Closes the island. Raises
-  StateError if the last save failed, ValueError if the checkpoint is of a learner with a
-  syncer."""
+  StateError if the last save failed, ValueError if the checkpoint is of a learner with a syncer, or
+  of another run."""
   with contextlib.closing(island):
-    restored = island.restore()
-    if restored is not None and restored.protocol:
+    restored, run_state = island.restore(), state(config)
+    if restored is not None and not is_state(restored.protocol):
       raise ValueError(
         'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
         "--syncer=none (syncer='none') out, or choose another folder"
+      )
+    if restored is not None and restored.protocol != run_state:
+      raise ValueError(
+        'the checkpoints in this folder are of a run with other settings. Nothing was changed: '
+        'choose another folder, or put its own ones back'
       )
     step = 0 if restored is None else restored.step
     records_lib.report_startup(records, 'restored')
@@ -58,13 +75,13 @@ def run(
         learner_work.evaluate(island, records, step)
       if saves:
         try:
-          save = island.save(step)
+          save = island.save(step, run_state)
         except states.StateError as error:
           text = f'checkpoint of step {step} failed: {error}. Training continues.'
           failures.say(time.monotonic_ns(), 'save', text)
     finish()
     if steps and save is None:
-      save = island.save(step)
+      save = island.save(step, run_state)
     if step >= train.steps:
       learner_work.evaluate(island, records, step)
     if save is not None:

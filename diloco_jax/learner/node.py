@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
+from diloco_jax.learner import baseline, on_device
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import moments as moments_lib
-from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports, threads
 from diloco_jax.protocol import actions, facts
@@ -177,7 +177,7 @@ def _restore(
 ) -> tuple[checkpoint.Restored | None, Origin | None]:
   """Restores the newest checkpoint of the island, else the moments of another learner."""
   restored, origin = island.restore(), None
-  if restored is not None and not restored.protocol:
+  if restored is not None and baseline.is_state(restored.protocol):
     raise ValueError(
       'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
       "continue it with --syncer=none (syncer='none'), or choose another folder"

@@ -11,6 +11,7 @@ space again, a fact says how many others are missing (facts.Missing). A file tha
 LIMIT_BYTES long is reported once, too, and grows no more.
 """
 
+import collections
 import contextlib
 import dataclasses
 import heapq
@@ -318,7 +319,9 @@ class TailAll:
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / RECORDS
     self._tails: dict[str, Tail] = {}
-    self._syncer, self._joins = Tail(self._folder / 'syncer.jsonl'), dict[tuple[str, int], float]()
+    self._syncer = Tail(self._folder / 'syncer.jsonl')
+    # An incarnation comes again if no commit of the syncer had the first one.
+    self._joins_s = collections.defaultdict[tuple[str, int], list[float]](list)
     self._last: dict[str, str] = {}  # the name of the newest row of each process
     self._compared = set[str]()  # learners whose process has joined: later ones are reconnections
     self.shifts: dict[str, float] = {}
@@ -331,7 +334,7 @@ class TailAll:
     """The same, one at a time: the records of a long run need more memory than there is."""
     for row in self._syncer.stream(*_OF_JOINS):
       if row['name'] == 'member' and row.get('state') == 'joined':
-        self._joins.setdefault((row['learner'], row['incarnation']), row['time'])
+        self._joins_s[row['learner'], row['incarnation']].append(row['time'])
     files = [self._on_one_clock(name, tail.stream()) for name, tail in self.all().items()]
     return heapq.merge(*files, key=_time)
 
@@ -346,9 +349,10 @@ class TailAll:
         self._compared.discard(name)
       if what == 'state' and row['state'] == 'joined' and name not in self._compared:
         self._compared.add(name)
-        joined_s = self._joins.get((name, row['incarnation']), row['time'])
-        if abs(joined_s - row['time']) >= SKEW_S:
-          self.shifts[name] = joined_s - row['time']
+        joins_s = self._joins_s.get((name, row['incarnation']), [row['time']])
+        shift_s = min((joined_s - row['time'] for joined_s in joins_s), key=abs)
+        if abs(shift_s) >= SKEW_S:
+          self.shifts[name] = shift_s
       self._last[name] = what
       waiting.append(row)
       if name in self.shifts or not starts:

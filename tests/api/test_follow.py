@@ -16,6 +16,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.api import follow
+from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import follower as follower_process
 from diloco_jax.process import own_model
@@ -140,8 +141,8 @@ def test_a_run_that_nobody_may_follow_says_so():
       next(diloco_jax.follow(server.address))
 
 
-def test_a_run_with_a_task_needs_its_folder():
-  about = agreement_lib.encode({'layout': 'abc'}).encode()
+def test_a_run_with_a_task_needs_its_folder_and_its_own_config(tmp_path):
+  about = agreement_lib.encode({'layout': 'abc', 'model.window': 7}).encode()
   limits = test_followers.LIMITS
   door = grpc_server.Door('127.0.0.1:0', limits.seats, access=ends.PLAIN)
   make = lambda *ports: grpc_server.GrpcSyncerTransport(door, *ports, limits, about=about)
@@ -149,6 +150,9 @@ def test_a_run_with_a_task_needs_its_folder():
   try:
     with pytest.raises(ValueError, match='this run has a task: give `workdir`'):
       diloco_jax.follow(transport.address, plaintext_loopback=True)
+    load.write(tmp_path, stdlib_lm.get_config('tiny'))
+    with pytest.raises(ValueError, match='config.json is not the config of the run: model.window'):
+      diloco_jax.follow(transport.address, workdir=tmp_path, plaintext_loopback=True)
   finally:
     transport.shutdown(0.0)
 

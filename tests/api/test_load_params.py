@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_is_read_again(run, tmp_path):
   with contextlib.closing(
     records_lib.Recorder(opened.workdir, 'l0', tensorboard=False)
   ) as recorder:
-    recorder.report(report_facts.Step(step=13, steps=13, tokens=13, loss=1.0, seconds=1.0))
+    recorder.report(report_facts.Step(step=12, steps=13, tokens=13, loss=1.0, seconds=1.0))
   assert opened.losses('l0').loss.size == before + 1
 
 
@@ -144,6 +144,16 @@ def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
     diloco_jax.run(config, tmp_path)
   with pytest.raises(ValueError, match="syncer is 'no': give 'local' or 'none'"):
     diloco_jax.run(config, tmp_path, syncer='no')
+  config.train.seed = 1
+  diloco_jax.run(config, tmp_path / 'other', syncer='none')
+  config.train.seed = 0
+  newest = tmp_path / 'islands' / 'l0' / 'ckpt' / '8'
+  shutil.move(newest, tmp_path / '8')
+  shutil.copytree(tmp_path / 'other' / 'islands' / 'l0' / 'ckpt' / '8', newest)
+  with pytest.warns(UserWarning, match='it is of the run'):
+    jax.tree.map(np.testing.assert_array_equal, diloco_jax.load_params(tmp_path), models[0])
+  shutil.rmtree(newest)
+  shutil.move(tmp_path / '8', newest)
   config.train.store = f'{tmp_path}-store'
   shutil.move(tmp_path / 'islands', f'{tmp_path}-store/islands')
   load.write(tmp_path, config)

@@ -83,7 +83,8 @@ def test_a_save_that_cannot_start_costs_this_checkpoint_and_not_the_run(train, t
   def fail_once(island):
     save = island.save
 
-    def failing(step):
+    def failing(step, run):
+      del step, run
       island.save = save
       raise states.StateError('no room')
 

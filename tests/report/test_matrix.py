@@ -435,8 +435,9 @@ def cells(workdir: pathlib.Path, what: str) -> Iterator[tuple[str, bool, str]]:
     is_bad = program.kind in (condition.FAULT, condition.SILENT)
     is_helped = bool(re.search('Read logs|Check its host', '\n'.join(condition.notices(run.run))))
     yield 'status', is_helped >= (is_bad and so.state in condition._REMEDIES), 'no remedy'
-    events = [event for event in page_state(run)['events'] if 'quarantined' in event[2]]
-    yield 'page', bool(events) == (QUARANTINE in f'{run.run.learners["l0"].lost}'), f'{events}'
+    events = page_state(run)['events']  # the newest of those of many learners
+    is_told = any('quarantined' in event[2] for event in events) or len(events) >= state_lib._EVENTS
+    yield 'page', is_told >= (QUARANTINE in f'{run.run.learners["l0"].lost}'), f'{events}'
   for name, (_, tell) in SURFACES.items():
     text = tell(run, so.program)
     if name == 'metrics':

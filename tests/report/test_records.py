@@ -143,6 +143,20 @@ def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_pars
   assert len(parsed) < len(rows) + 10
 
 
+def test_an_incarnation_that_comes_again_is_no_other_clock(tmp_path):
+  """No commit of the syncer had the first one, so its next process gives it again."""
+  opening = {'name': 'records', **formats.stamp('records'), 't_ns': 1, 'time': 0}
+  line = lambda at_s, name, **more: {'t_ns': at_s * 10**9, 'time': at_s, 'name': name, **more}
+  member = {'learner': 'l0', 'state': 'joined', 'incarnation': 4}
+  joins = [line(at_s, 'member', **member) for at_s in (77, 140)]
+  write_lines(tmp_path, 'syncer', [opening, *joins])
+  joined = line(140, 'state', state='joined', incarnation=4)
+  write_lines(tmp_path, 'l0', [opening, line(137, 'startup'), joined])
+  tail = records_lib.TailAll(tmp_path)
+  assert [row['time'] for who, row in tail.stream() if who == 'l0'] == [137, 140]
+  assert not tail.shifts
+
+
 def test_a_folder_without_records_is_named(tmp_path):
   with pytest.raises(ValueError, match='no records in .*it has no folder records/'):
     diloco_jax.records(tmp_path)
