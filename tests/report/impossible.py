@@ -14,7 +14,7 @@ from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
 
 SLACK_S = 1.0  # between a step and its record, on a busy machine
-FEW = 8  # steps
+FEW = 16  # steps, of which the median may be that of a busy moment
 FASTEST = 50  # no step is so many times faster than the median of its process
 
 
