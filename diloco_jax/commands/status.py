@@ -24,8 +24,8 @@ from diloco_jax.report import header, serve
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')
 _PORT = flags.DEFINE_integer('port', 0, 'The port on 127.0.0.1; 0 is any that is free.', 0, 65535)
-_PAUSE_S = 0.5
 _OPEN = flags.DEFINE_bool('open', False, 'Whether to open the page in the browser.')
+_PAUSE_S = 0.5  # between two looks at whether all records have been read
 
 
 def main(argv: list[str]) -> int:

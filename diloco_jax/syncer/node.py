@@ -76,8 +76,8 @@ class SyncerRecords:
         why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
         line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
         back = fact.state == 'joined' and fact.learner in self._lost
-        what = f'{fact.learner} {fact.state}'
-        if self._notices.say(time.monotonic_ns(), what, line, always=back):
+        subject = f'{fact.learner} {fact.state}'
+        if self._notices.say(time.monotonic_ns(), subject, line, always=back):
           (self._lost.add if fact.state == 'lost' else self._lost.discard)(fact.learner)
       case facts.Synced():
         self._records.scalars(
