@@ -52,7 +52,6 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_cpu_enable_async_dispatch', False)
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-jax.devices()  # from here on no run in this process changes their number
 
 flags.FLAGS.mark_as_parsed()  # grain reads absl flags
 
@@ -126,12 +125,13 @@ _SELECTION = pytest.StashKey[changed.Selection]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """The processes that tests start compile more than they run. XLA's fusion emitters compile small
-  programs in twice the time; from jax 0.12 on XLA refuses the flag."""
+  """Tests, and the processes that they start, compile more than they run. XLA's fusion emitters
+  compile small programs in twice the time; from jax 0.12 on XLA refuses the flag."""
   if not config.getoption('--all'):
     os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
-    if jax.__version_info__ < (0, 12):  # this process has read its XLA_FLAGS
+    if jax.__version_info__ < (0, 12):
       os.environ.setdefault('XLA_FLAGS', '--xla_cpu_use_fusion_emitters=false')
+  jax.devices()  # reads XLA_FLAGS; from here on no run in this process changes their number
   if hasattr(config, 'workerinput'):
     os.setsid()
   if config.getoption('--changed'):
