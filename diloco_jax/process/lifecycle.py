@@ -157,6 +157,8 @@ def recording_end(records: records_lib.Recorder) -> Iterator[None]:
     yield
   except BaseException as error:
     if isinstance(records, records_lib.Recorder):
-      records.ended(getattr(error, 'code', None) or 1)
+      # Of several hosts an unknown error ends all with 75 (learner.py `crashing_at_once`).
+      unknown = exits.NOT_IN_TIME if jax.distributed.is_initialized() else 1
+      records.ended(getattr(error, 'code', None) or unknown)
     records.close()
     raise

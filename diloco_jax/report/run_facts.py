@@ -333,7 +333,7 @@ class RunFacts:
   def _note_eval(self, at_s: float, fact: report_facts.Eval) -> None:
     clocks, reached = self._reached
     tokens = self.tokens  # closing syncs have merged all that is left
-    if not clocks or fact.step <= clocks[-1]:  # of all learners when the foremost reached the clock
+    if not clocks or fact.step < clocks[-1]:  # of all learners when the foremost reached the clock
       index = bisect.bisect_right(clocks, fact.step)
       tokens = reached[index - 1] if index else 0
     if fact.step:  # learners on other machines may have reported no step yet

@@ -25,14 +25,16 @@ class Evaluation:
     task: task_lib.Task | None,
     theta: global_model.Theta,
     records: records_lib.Recorder,
+    total_steps: int,
     measure: Measure | None = None,
   ):
-    """`measure`: of a program of the user's own, instead of a task. Without both nothing is
-    evaluated: only the user has the data, or the learners evaluate, since only they have the whole
-    model."""
+    """`total_steps`: T, the clock of the last model, though its syncs have later numbers.
+    `measure`: of a program of the user's own, instead of a task. Without both nothing is evaluated:
+    only the user has the data, or the learners evaluate, since only they have the whole model."""
     self._task, self._measure = task, measure
     self._theta = theta
     self._records = records
+    self._total_steps = total_steps
     self._well = True
     self._changed = threading.Condition()
     self._waiting: tuple[int, Any] | None = None  # the model of a step
@@ -40,11 +42,12 @@ class Evaluation:
     self._thread = threading.Thread(target=self._guarded, name='evaluation', daemon=True)
     self._thread.start()
 
-  def submit(self, step: int) -> None:
-    """Asks for an evaluation of the present model. Call it on the thread that changes the model."""
+  def submit(self, sync: int) -> None:
+    """Asks for an evaluation of the present model, of this sync. Call it on the thread that changes
+    the model."""
     if (self._task or self._measure) and self._well:
       with self._changed:
-        self._waiting = step, self._theta.params()
+        self._waiting = min(sync, self._total_steps), self._theta.params()
         self._changed.notify_all()
 
   def wait(self, timeout_s: float) -> bool:

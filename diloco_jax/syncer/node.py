@@ -185,7 +185,7 @@ def run(
     if not machine.closed:
       _forget_export(workdir, store)
     task = None if assembled.never_sent else assembled.task
-    evaluation = evaluation_lib.Evaluation(task, theta, records, measure)
+    evaluation = evaluation_lib.Evaluation(task, theta, records, config.train.steps, measure)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from concurrent import futures
 
 import jax
@@ -116,6 +117,22 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
   (*_, end) = records_lib.records(tmp_path)
   assert (end['name'], end['code']) == ('exit', 75), 'there may be no supervisor that records it'
+
+
+def test_of_several_hosts_an_unknown_error_is_recorded_with_the_code_of_the_exit(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+  monkeypatch.setattr(os, '_exit', sys.exit)
+  records = records_lib.Recorder(tmp_path, 'l0')
+  with (
+    pytest.raises(SystemExit) as ended,
+    learner_process.crashing_at_once(),
+    lifecycle.recording_end(records),
+  ):
+    raise jax.errors.JaxRuntimeError('a device failed')
+  (*_, end) = records_lib.records(tmp_path)
+  assert end['code'] == ended.value.code == 75
 
 
 @pytest.mark.parametrize('moment', ['load', 'complete', 'theta'])

@@ -61,6 +61,9 @@ def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
     if learner['step'] > (shown['total_steps'] or math.inf):
       yield f'{name} is at clock {learner["step"]} of {shown["total_steps"]}'
     shares |= {f'{what} of {name}': s for what, s in learner['spent_s'].items() if s < 0}
+  for row in records_lib.records(workdir):
+    if row['name'] == 'eval' and row['step'] > (shown['total_steps'] or math.inf):
+      yield f'a loss at clock {row["step"]} of {shown["total_steps"]}'
   for name, share in shares.items():
     if share is not None and not (math.isfinite(share) and -1e-9 <= share <= 1 + 1e-6):
       yield f'{name} is {share}'
