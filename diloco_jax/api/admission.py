@@ -23,8 +23,8 @@ NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, wit
 
 def meet(
   model: own_model.ModelDescription, config: run_config.Config, *where: Any
-) -> own_model.Terms | None:
-  """Brings the model to a syncer that has none; returns its terms, None: the run has ended. Of
+) -> own_model.Terms | int:
+  """Brings the model to a syncer that has none; returns its terms, or T of a run that has ended. Of
   several hosts the lead calls for all. Raises ValueError for another model or setting, and as
   `bring.bring`, whose arguments follow. Settings of `config` that are not 0, or in `sync` not the
   default, must be the syncer's."""
@@ -44,10 +44,10 @@ def meet(
       if terms.model:
         break
       own_model.complete(model, shared)
-  except addresses.RunEnded:
-    answer = b''
+  except addresses.RunEnded as ended:
+    answer = str(ended.total_steps).encode()
   answer = hosts_lib.broadcast_text(answer.decode())
-  return own_model.Terms.decode(answer.encode()) if answer else None
+  return int(answer) if answer.isdecimal() else own_model.Terms.decode(answer.encode())
 
 
 def _arrays(model: own_model.ModelDescription) -> dict[str, str]:

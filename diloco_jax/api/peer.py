@@ -88,7 +88,7 @@ class Peer:
       f'[{learner}] the run has ended: there are no steps left. peer.params are those that '
       'join was given, diloco_jax.load_params has the model of the run'
     )
-    return cls(arrays, total_steps or 1, learner, None)
+    return cls(arrays, total_steps, learner, None)
 
   @classmethod
   def begin(
@@ -536,8 +536,8 @@ def join(
         )
       learner = hosts_lib.broadcast_text(learner)
       terms = admission_lib.meet(model, config, address, access, wait_s)
-      if terms is None:
-        yield Peer.of_ended(arrays, total_steps, learner)
+      if isinstance(terms, int):
+        yield Peer.of_ended(arrays, terms, learner)
         return
       assembled = own_model.complete(model, terms.applied_to(config))
       # Only a syncer begins with version 0; here it would be held beside the model all along.

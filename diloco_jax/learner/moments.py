@@ -13,6 +13,9 @@ from diloco_jax.protocol import formats
 from diloco_jax.storage import folders, json_files, states, tree_digest
 
 
+_MOMENTS = 'opt_state'
+
+
 class SavedMoments(NamedTuple):
   """Moments from the checkpoint of `learner` at `step`, with the machine's state in it."""
 
@@ -32,7 +35,7 @@ def find(
   learner: str,
   like: Any,
   say: Callable[[str], None],
-  part: str = 'opt_state',
+  part: str = _MOMENTS,
   run: str | None = None,
 ) -> SavedMoments | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
@@ -46,6 +49,9 @@ def find(
     part: of the checkpoint.
     run: of which another learner's must be; None: of any. The syncer refuses a learner that comes
       back with its own one of another run.
+
+  Raises:
+    ValueError: this learner has saved another state. Its next saves would replace that one.
   """
 
   def list_checkpoints() -> list[json_files.Place]:
@@ -69,8 +75,13 @@ def find(
     except formats.OtherFormat:
       if name == learner:
         raise
-    except tree_digest.Mismatch:
-      pass
+    except tree_digest.Mismatch as mismatch:
+      if name == learner and part == _MOMENTS:
+        raise ValueError(
+          f'{path} has another state of {learner}: {mismatch}. Nothing was changed. Start it with '
+          'the program that has saved it; or move the folder above it aside, and all that is not '
+          'exchanged begins anew'
+        ) from None
     return None
 
   passed_over = lambda path, error: say(f'{error}: an older checkpoint, or another, is used')
@@ -85,8 +96,8 @@ def describe(saved: SavedMoments | None, place: json_files.Place, given: str) ->
   if saved is not None:
     return f'the inner optimizer begins with the moments of {saved.learner} at step {saved.step}'
   return (
-    f'no checkpoint of a learner with this model can be read under {place / folders.ISLANDS}, so '
-    f'the inner optimizer begins with {given}. No merged update is lost; expect a higher loss for '
-    'some hundred steps. A workdir that outlives the process, or a train.store that the learners '
-    'share, avoids this.'
+    f'{place / folders.ISLANDS} has no checkpoint of a learner of this run, so the inner optimizer, '
+    f'and all else that is not exchanged, begins with {given}. The model is that of the run; its '
+    'loss may be higher for some hundred steps. A workdir that outlives the process, or a '
+    'train.store that the learners share, avoids this.'
   )

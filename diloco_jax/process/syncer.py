@@ -153,7 +153,7 @@ class Syncer:
 
     def finished() -> None:
       with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
-        self._write_address(addresses.ENDED)
+        self._write_address(addresses.ended(self.config.train.steps))
       with contextlib.suppress(store_lib.StoreError):
         if store:
           store.record_end()

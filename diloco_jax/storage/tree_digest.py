@@ -36,8 +36,8 @@ def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None
   for path in sorted(saved.keys() | wanted.keys()):
     if saved.get(path) != wanted.get(path):
       raise Mismatch(
-        f'{path} was saved as {saved.get(path, "absent")}, this island has '
-        f'{wanted.get(path, "no such leaf")}'
+        f'{path} was saved as {saved.get(path, "absent")}, this program has '
+        f'{wanted.get(path, "no such array")}'
       )
 
 

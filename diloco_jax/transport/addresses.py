@@ -20,7 +20,7 @@ from diloco_jax.certs import private
 from diloco_jax.protocol import messages
 
 UNIX = 'unix:'
-ENDED = messages.ENDED  # instead of an address: a syncer leaves it behind
+ENDED = messages.ENDED  # how `ended` begins
 _MAX_PATH_BYTES = 100  # the kernel allows 107, and gRPC makes no longer ones known
 _CUT = ','  # gRPC reads a path with one as several addresses, however it is quoted
 _HOST = re.compile(r'\w[\w.-]{0,252}')  # also names that only some resolvers find: node_1, host.
@@ -46,7 +46,17 @@ def access(tls: str | os.PathLike | None, plaintext_loopback: bool, node: str = 
 
 
 class RunEnded(ConnectionError):
-  """The syncer has finished the run, and left ENDED where its address was."""
+  """The syncer has finished the run, and left `ended` where its address was. `total_steps`: T, if it
+  is known, else 0."""
+
+  def __init__(self, text: str, total_steps: int = 0):
+    super().__init__(text)
+    self.total_steps = total_steps
+
+
+def ended(total_steps: int) -> str:
+  """What a syncer leaves behind instead of its address."""
+  return f'{ENDED}, at clock {total_steps}'
 
 
 def check(address: str, access: Access) -> None:

@@ -177,7 +177,7 @@ def test_a_follower_gives_up_where_something_listens_that_never_answers(monkeypa
 def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(tmp_path):
   with pytest.raises(TimeoutError, match='no syncer answered within 0.01 s'):
     diloco_jax.follow(f'unix:{tmp_path}/socket', wait_s=0.01)
-  (tmp_path / 'address').write_text(addresses.ENDED)
+  (tmp_path / 'address').write_text(addresses.ended(3))
   with contextlib.closing(diloco_jax.follow(f'file:{tmp_path}/address')) as models:
     assert not list(models)
 

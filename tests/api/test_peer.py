@@ -509,11 +509,12 @@ def test_what_a_loop_names_must_be_what_the_syncer_has():
 
 
 def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
-  """It has no settings then, and needs none."""
-  (tmp_path / 'address').write_text(addresses.ENDED)
+  """It has one setting of the run then, and needs no other."""
+  (tmp_path / 'address').write_text(addresses.ended(3))
   params = {'w': jnp.ones((8, 8))}
   with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
     assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
+    assert peer.total_steps == 3, 'a schedule may need it'
   line = (
     '[l0] the run has ended: there are no steps left. peer.params are those that join was given'
   )

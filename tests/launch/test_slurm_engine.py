@@ -118,7 +118,7 @@ def test_our_command_line_takes_the_commands_of_the_jobs(cluster, tmp_path, monk
 def test_it_submits_the_syncer_and_then_the_learners(cluster, tmp_path):
   note = tmp_path / 'x' / run_folder.ADDRESS
   note.parent.mkdir(parents=True)
-  note.write_text(f'{addresses.ENDED}\n')  # learners would read it, and end
+  note.write_text(f'{addresses.ended(3)}\n')  # learners would read it, and end
   done = run(script(request(workdir=str(tmp_path / 'x'))), tmp_path)
   assert done.stdout == 'job 12: the syncer\njob 12: the learners\n'
   assert not note.exists()

@@ -36,7 +36,7 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
   like = _moments(0)
   assert moments_lib.find(tmp_path, 'l2', like, print) is None
   none = moments_lib.describe(None, tmp_path, 'fresh moments')
-  assert 'so the inner optimizer begins with fresh moments' in none
+  assert 'not exchanged, begins with fresh moments' in none
   _save(tmp_path, 'l0', 4, 9)
   _save(tmp_path, 'l1', 5, 7)
   saved = moments_lib.find(tmp_path, 'l2', like, print)
@@ -61,6 +61,9 @@ def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   _save(tmp_path, 'l0', 4)
   assert moments_lib.find(tmp_path, 'l1', _moments(0), print).step == 4
   assert moments_lib.find(tmp_path, 'l1', like, print) is None
+  refused = r'ckpt/4 has another state of l0: opt_state/.* was saved as .* Nothing was changed'
+  with pytest.raises(ValueError, match=refused):  # its next save would replace that one
+    moments_lib.find(tmp_path, 'l0', like, print)
 
 
 def test_a_learner_without_a_checkpoint_begins_with_anothers_moments(tmp_path):

@@ -98,13 +98,13 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
     steps = pool.submit(loop, 'l0')
     assert syncer_process.main(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert steps.result() == 3
-  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
+  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ended(3)
   assert loop('l1') == 0
   said = capfd.readouterr().out
   assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
   assert ' the run has ended: there are no steps left. ' in said
   assert syncer_process.main(config, str(tmp_path), '', addresses.LOCAL) == 0
-  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
+  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ended(3)
 
 
 def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_and_75(

@@ -205,7 +205,7 @@ def test_what_is_damaged_is_passed_over_and_said(config, workdir):
 
 def test_a_run_goes_on_from_its_checkpoints_and_nothing_is_deleted(config, workdir):
   before, address = _contents(workdir), workdir / run_folder.ADDRESS
-  address.write_text(addresses.ENDED)
+  address.write_text(addresses.ended(3))
   said = _restore(config, workdir)
   assert not address.exists(), 'a learner would believe that the run has ended'
   assert len(_contents(workdir)) == len(before) + 4, 'a log, its settings, two lineages'

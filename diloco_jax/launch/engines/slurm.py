@@ -157,7 +157,7 @@ submit() {
 }
 if (( $# == 0 )); then
   mkdir -p "$workdir/logs"
-  if grep -sqx '%(ended)s' "$workdir/%(address)s"; then rm "$workdir/%(address)s"; fi
+  if grep -sq '^%(ended)s' "$workdir/%(address)s"; then rm "$workdir/%(address)s"; fi
   syncer=
 %(jobs)s
   exit

@@ -15,7 +15,7 @@ submit() {
 }
 if (( $# == 0 )); then
   mkdir -p "$workdir/logs"
-  if grep -sqx 'the run has ended' "$workdir/syncer/address"; then rm "$workdir/syncer/address"; fi
+  if grep -sq '^the run has ended' "$workdir/syncer/address"; then rm "$workdir/syncer/address"; fi
   syncer=
   syncer=$(submit --job-name="$run-syncer" --output="$logs/syncer.log" \
     --time=7-0 "$0" syncer)
