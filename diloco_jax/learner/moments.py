@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import formats
 from diloco_jax.storage import folders, json_files, states, tree_digest
 
-
 _MOMENTS = 'opt_state'
 
 
@@ -96,8 +95,8 @@ def describe(saved: SavedMoments | None, place: json_files.Place, given: str) ->
   if saved is not None:
     return f'the inner optimizer begins with the moments of {saved.learner} at step {saved.step}'
   return (
-    f'{place / folders.ISLANDS} has no checkpoint of a learner of this run, so the inner optimizer, '
-    f'and all else that is not exchanged, begins with {given}. The model is that of the run; its '
-    'loss may be higher for some hundred steps. A workdir that outlives the process, or a '
+    f'{place / folders.ISLANDS} has no checkpoint of a learner of this run, so the inner '
+    f'optimizer, and all else that is not exchanged, begins with {given}. The model is that of the '
+    'run; its loss may be higher for some hundred steps. A workdir that outlives the process, or a '
     'train.store that the learners share, avoids this.'
   )

@@ -46,8 +46,8 @@ def access(tls: str | os.PathLike | None, plaintext_loopback: bool, node: str = 
 
 
 class RunEnded(ConnectionError):
-  """The syncer has finished the run, and left `ended` where its address was. `total_steps`: T, if it
-  is known, else 0."""
+  """The syncer has finished the run, and left `ended` where its address was. `total_steps`: T, 0
+  if it is not known."""
 
   def __init__(self, text: str, total_steps: int = 0):
     super().__init__(text)

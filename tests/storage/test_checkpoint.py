@@ -353,7 +353,7 @@ def test_a_failure_to_read_sets_nothing_aside_and_no_checkpoint_is_no_failure(
 def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   _save(tmp_path, 1)
   wider = _state(0) | {'w': jnp.zeros((8, 9))}
-  differ = r'w was saved as \[\[8, 8\].*this program has \[\[8, 9\].*configuration it was saved with'
+  differ = r'w was saved as \[\[8, 8\].*this program has \[\[8, 9\].*it was saved with'
   with pytest.raises(ValueError, match=differ):
     _restore(tmp_path, wider)
   with pytest.raises(ValueError, match='w was saved as .* no such array'):
