@@ -23,8 +23,9 @@ from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.learner import on_device
+from diloco_jax.learner import on_device, stuck
 from diloco_jax.process import bring, own_model, run_folder
+from diloco_jax.protocol import messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 from diloco_jax.storage import files as files_lib
@@ -586,6 +587,55 @@ def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
       params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
       seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
   assert seen == [([0], 1), ([0], 2), ([0], 2), ([0, 2, 3], 4)]
+
+
+def test_a_loop_that_is_in_sync_is_not_one_that_has_not_called_it(server, monkeypatch):
+  """The line about a missing step, and the page, have what the thread of the loop does."""
+  seen = []
+
+  class Asks:
+    """A metric that looks at the thread that reads it."""
+
+    def __float__(self) -> float:
+      return 0.0
+
+    @property
+    def ndim(self) -> int:
+      seen.append(examine())
+      return 0
+
+  monkeypatch.setattr(stuck, '_compiled_s', {})
+  with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
+    work = peer._node.work
+    examine = lambda: stuck.examine(work._thread, work.doing).doing
+    for _ in zip(peer.steps(), range(2)):
+      stuck._compiled_s.clear()
+      seen.append(examine())
+      peer.sync(peer.params, tokens=1, metrics={'loss': Asks()})
+  assert seen == 2 * [messages.LOOPING, messages.SYNCING]
+
+
+def test_steps_without_an_update_after_a_restart_are_not_merged(tmp_path, capfd):
+  """Gradients are accumulated over steps: the first payload of a process may have no update yet.
+  Here none comes at all, and the run ends nevertheless."""
+  rows = lambda name: [row for row in diloco_jax.records(tmp_path) if row['name'] == name]
+  sync = dataclasses.replace(_ONE, overlap=0)  # in lock step
+  with diloco_jax.run_syncer(_params(), total_steps=60, sync=sync, workdir=tmp_path) as server:
+    for updates in (True, False):
+      with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
+        params, before = peer.params, len(rows('synced'))
+        for _ in peer.steps():
+          if updates:
+            params = jax.tree.map(lambda leaf: 0.99 * leaf, params)
+          params = peer.sync(params, tokens=1)
+          if updates and len(rows('synced')) > 4:
+            break
+    server.wait(_DEADLINE_S)
+    assert [row['why'] for row in rows('refused')][:1] == ['norm 0']
+    assert len(rows('synced')) == before and peer.clock is None, 'it merged zeros'
+  said = capfd.readouterr().out
+  assert 'l0 trained nothing in these steps' in said
+  assert 'merged only zeros' not in said and 'Outer step' not in said
 
 
 _NO_METRICS = """

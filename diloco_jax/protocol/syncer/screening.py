@@ -7,13 +7,14 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
     its norm > factor * usual norm * growth        growth = steps / usual steps, from 1 to 32, and
                                                    to LONGER times that of the other participants
     its norm < 2^-20 * usual norm * share          share = steps / usual steps, at most 1
+    its norm is 0, and the fragment has moved before
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
 that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
 one vote, however often it contributes, and no learner alone moves the limits far: of two in the
-middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
-vote makes no norm too small, not even the voter's: its first norms may have been the wrong ones.
-There are no limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be
+middle the larger one is usual for the upper limit, the smaller one for the lower, and a single vote
+makes no norm but 0 too small, not even the voter's: its first norms may have been wrong ones. There
+are no other limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be
 longer in proportion, because learners keep training while the syncer is down; but then all of them
 do, so the steps that count are at most LONGER times the largest of the usual steps, the period and
 the steps that the participants share: the lower median of what payloads and clocks show since the
@@ -35,8 +36,8 @@ merged since the first of the strikes, or after `strikes` for each of the P frag
 norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
 
 A norm of exactly 0 shows that the learner trained nothing in these steps, as between two updates of
-an optimizer that accumulates gradients: if it is refused, that is no strike and no doubt about the
-usual norm, and if it is merged, it has no vote.
+an optimizer that accumulates gradients: if it is refused, as it is once there is a vote, that is no
+strike and no doubt about the usual norm, and if it is merged, it has no vote.
 
 Learners that have trained apart for more than APART periods of twelve steps or more, as after an
 outage, are so far from each other that a mean of them is worse than each
@@ -127,12 +128,12 @@ class Usual:
     """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps, where the
     participants share `shared_steps`; None: any."""
     votes = self.votes()
+    least = 1 if votes else 0  # a norm of 0 has no update, whatever is usual
     if not config.norm_factor or self.commits < config.norm_warmup or not votes:
-      return 0, None
-    least = 0
+      return least, None
     if len(votes) > 1:
       norm, usual_steps = medians(self.votes(lower=True), lower=True)
-      least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+      least = max(least, norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT)
     norm, usual_steps = medians(votes)
     shared_steps = max(usual_steps, shared_steps, config.period)
     longer = min(steps, LONGER * shared_steps, GROWTH * usual_steps)
@@ -302,8 +303,9 @@ class Screening:
       now_ns,
       f'nothing {member.learner}',
       f'Learner {member.learner} trained nothing in these steps (gradient accumulation?): nothing '
-      f'to merge for fragment {fragment}. Sync after each update, or accumulate over fewer steps '
-      'than sync.period.',
+      f'to merge for fragment {fragment}. One such line after a start is no fault. If more come, '
+      'sync after each update, or accumulate over fewer steps than sync.period; or its learning '
+      'rate or gradients are 0.',
     )
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
@@ -313,7 +315,7 @@ class Screening:
       self._out.notices.say(
         now_ns,
         'zero',
-        f'outer step {done.sync} merged only zeros: nothing of fragment {done.fragment} moves. '
+        f'outer step {done.sync} merged only zeros: fragment {done.fragment} does not move. '
         'Check learning rate, gradients and data.',
       )
 

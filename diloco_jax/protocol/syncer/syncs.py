@@ -424,7 +424,7 @@ class Syncs:
     sync = self.open.pop(done.sync)
     self._shards.end(done.sync, done.refused, bool(done.failed))
     if done.failed:
-      self._fail(now_ns, sync, done.failed)
+      self._fail(now_ns, sync, done)
     else:
       self._publish(sync, done)
     return sync
@@ -456,14 +456,15 @@ class Syncs:
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
-  def _fail(self, now_ns: int, sync: sync_lib.Sync, why: str) -> None:
+  def _fail(self, now_ns: int, sync: sync_lib.Sync, done: events.MergeDone) -> None:
     """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     for participant in sync.participants:
       self._revoke(participant, sync.fragment)
-    text = f'Outer step {sync.t} refused: {why}'
-    self._out.notices.say(now_ns, 'refused outer step', text)
-    self.cancel(sync, why)
+    if any(done.norms):  # else the screening prints who has trained nothing
+      text = f'Outer step {sync.t} refused: {done.failed}'
+      self._out.notices.say(now_ns, 'refused outer step', text)
+    self.cancel(sync, done.failed)
     for participant in sync.participants:
       member = self._members.by_id[participant.learner]
       if member.joined and member.live and member.incarnation == participant.incarnation:

@@ -40,12 +40,12 @@ def usual(*norms: int, commits: int = 8, steps: int = 4) -> screening_lib.Usual:
 def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   norms = (3 * UNIT, UNIT, 2 * UNIT)
   assert usual(*norms).limits(4, config())[1] == 20 * UNIT
-  assert usual(*norms, commits=7).limits(4, config()) == (0, None)  # not yet
+  assert usual(*norms, commits=7).limits(4, config()) == (1, None)  # not yet
   assert usual(*norms, commits=2).limits(4, config(norm_warmup=2))[1] == 20 * UNIT
   assert usual(*norms, commits=1).limits(4, config(norm_warmup=1)) == (0, None)  # no first norm
-  assert usual(2 * UNIT).limits(4, config()) == (0, 20 * UNIT)  # one vote makes none too small
+  assert usual(2 * UNIT).limits(4, config()) == (1, 20 * UNIT)  # no vote of one but for 0
   assert usual(*norms).limits(4, config(norm_factor=3))[1] == 6 * UNIT
-  assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
+  assert usual(*norms).limits(4, config(norm_factor=0)) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -415,10 +415,34 @@ def test_a_learner_that_trained_nothing_in_some_steps_gets_no_strike():
     assert [(message.merged, message.reason) for message in settled] == [(False, reason)]
     assert not duo.closed
     if not number:
-      assert sum('(gradient accumulation?)' in line for line in duo.said) == 2
+      assert len(duo.said) == sum('(gradient accumulation?)' in line for line in duo.said) == 2
     duo.next()
   assert (duo.member('l1')['strikes'], duo.member('l1')['max_strikes']) == (0, 0)
   assert duo.is_usual(), 'nothing is forgotten'
+
+
+@pytest.mark.parametrize('settings', [{}, {'norm_factor': 0}], ids=str)
+@pytest.mark.parametrize('rounds', [2, 9], ids=['new run', 'usual norms'])
+def test_what_has_had_no_update_is_not_merged_also_of_one_learner(rounds, settings):
+  """As the first payload after a restart, between two updates of accumulated gradients."""
+  books = books_lib.Books(config(**settings))
+  screen = screening_lib.Screening(books)
+  books.members.bind('l0', nonce=1, incarnation=1, session=1, now_ns=0)
+  for number, norm in enumerate([0, *rounds * [2 * UNIT], 0, 2 * UNIT]):
+    least, limit = screen.usual[0].limits(4, books.config)
+    participant = actions.Participant(
+      learner='l0', incarnation=1, payload_id=0, tokens=1, steps=4, least=least, limit=limit
+    )
+    refused = screening_lib.left_out((participant,), (norm,), 1, books.config.norm_factor)
+    assert bool(refused) == (norm == 0 and number > 0), 'the first zero is of a warm-up'
+    sync = sync_lib.Sync(1, 0, participants=(participant,), live=('l0',))
+    done = dataclasses.replace(
+      single.merge_done(1), norms=(norm,), refused=refused, failed='all' if refused else ''
+    )
+    assert not screen.after_merge(number, sync, done)
+  said = [action.text for action in books.out.take() if isinstance(action, actions.Say)]
+  (line,) = said
+  assert line.startswith('Learner l0 trained nothing in these steps (gradient accumulation?)')
 
 
 @pytest.mark.parametrize(
