@@ -60,6 +60,7 @@ class SyncerRecords:
     # For a learner that comes again and again.
     self._notices = rate_limited_log.Notices(int(_SAY_S * 1e9), records.say)
     self._lost = set[str]()  # learners of which the newest line says so
+    self._owed: dict[str, tuple[facts.Member, float]] = {}  # what it does not say, until when
 
   def report(self, fact: facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
@@ -71,14 +72,11 @@ class SyncerRecords:
           report_facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
         self.report_followers()
+        self.report_owed()
         self._say(fact)
       case facts.Member(state='joined' | 'lost'):
-        why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
-        line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
-        back = fact.state == 'joined' and fact.learner in self._lost
-        subject = f'{fact.learner} {fact.state}'
-        if self._notices.say(time.monotonic_ns(), subject, line, always=back):
-          (self._lost.add if fact.state == 'lost' else self._lost.discard)(fact.learner)
+        self._owed[fact.learner] = fact, time.monotonic() + _SAY_S
+        self._say_member(fact, fact.state == 'joined' and fact.learner in self._lost)
       case facts.Synced():
         self._records.scalars(
           fact.sync,
@@ -91,6 +89,21 @@ class SyncerRecords:
             **({'sync/grace_seconds': fact.grace_ns / 1e9} if fact.sync <= self._steps else {}),
           },
         )
+
+  def _say_member(self, fact: facts.Member, always: bool) -> None:
+    why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
+    line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
+    subject = f'{fact.learner} {fact.state}'
+    if self._notices.say(time.monotonic_ns(), subject, line, always):
+      (self._lost.add if fact.state == 'lost' else self._lost.discard)(fact.learner)
+    if (fact.state == 'lost') == (fact.learner in self._lost):
+      del self._owed[fact.learner]  # the newest line is so
+
+  def report_owed(self, ended: bool = False) -> None:
+    """Prints who was lost again within the pause after such a line, once it is over."""
+    for fact, until_s in [*self._owed.values()]:
+      if ended or time.monotonic() >= until_s:
+        self._say_member(fact, always=True)
 
   def report_followers(self, ended: bool = False) -> None:
     count, behind = self._followers.state() if self._followers and not ended else (0, 0)
@@ -213,6 +226,7 @@ def run(
     node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
     facts_port.report_followers(ended=True)
+    facts_port.report_owed(ended=True)
     if followers and machine.finished:
       followers.finish()
     work.stop()
