@@ -20,12 +20,13 @@ CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be
 # Why a session has closed, or is not opened, as the reason begins: nobody will answer any more.
 ENDED, GONE = 'the run has ended', 'the syncer has ended for good'
 # What the thread of the steps of a learner does.
-READING, STEPPING, LOOPING = 'reading', 'stepping', 'looping'
+READING, STEPPING, LOOPING, SYNCING = 'reading', 'stepping', 'looping', 'syncing'
 SAVING, COMPILING, WAITING = 'saving', 'compiling', 'waiting'
 DOING = {
   READING: 'reads its next batch',
   STEPPING: 'runs its step on the devices',
   LOOPING: 'has not called peer.sync',
+  SYNCING: 'is in peer.sync, which compares and copies arrays',
   SAVING: 'saves a checkpoint',
   COMPILING: 'compiles',
   WAITING: 'waits for others',

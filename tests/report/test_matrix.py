@@ -234,6 +234,12 @@ SITUATIONS = {
     says='no step.*reads its next batch',
     since=29,
   ),
+  'its sync blocks': learner(
+    'no step', no_step(62, 'syncing', 33), now=63, says='no step.*peer.sync', never='not called'
+  ),
+  'its own step blocks': learner(
+    'no step', no_step(62, 'looping', 33), now=63, says='no step.*has not called peer.sync'
+  ),
   'its loader blocks, elsewhere': Situation(
     without(
       then(no_step(62, 'reading', 33, 'syncer'), quiet=('l0',)),

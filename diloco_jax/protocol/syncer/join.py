@@ -360,9 +360,13 @@ class Membership:
       return
     self._out.report(facts.NoStep(learner=member.learner, doing=member.doing, idle_ns=idle_ns))
     if member.doing not in (before, messages.COMPILING):
+      total, live = self._config.total_steps, self._members.live()
+      train = [m for m in live if not m.doing and m.claimed < total and self._ledger.of(m).steps]
+      goes_on = train and self._config.lag is None  # in lock step they wait for this one
+      others = f' Other learners that train on: {len(train)}.' if goes_on else ''
       self._out.say(
         f'{member.learner} on {member.host} has made no step for {idle_ns // SECOND_NS} s: it '
-        f'{messages.DOING[member.doing]}. Its log has the calls; the other learners train on.'
+        f'{messages.DOING[member.doing]}. Its log has the calls.{others}'
       )
 
   def say_closing(self, now_ns: int, linger_ns: int | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from tests.protocol import single
+from tests.protocol import talk as talk_lib
 
 SECOND = config_lib.SECOND_NS
 
@@ -67,6 +68,25 @@ def test_after_30_s_and_ten_usual_steps_it_says_what_it_does_and_its_heartbeats_
   assert last.doing == messages.READING and last_s - 4 <= last.idle_ns / SECOND <= last_s
 
 
+@pytest.mark.parametrize(
+  ('state', 'trains'),
+  [('steps', True), ('steps, of lock step', False), ('compiles', False), ('no step yet', False)],
+)
+def test_the_syncer_says_that_others_train_on_only_if_they_do(state, trains):
+  lag = 1 if 'lock' in state else None
+  talk = talk_lib.Talk('l0', 'l1', total_steps=200, max_lag=lag)
+  talk.steps('l0', to=3)
+  if 'step' in state and 'no' not in state:
+    talk.steps('l1', to=3)
+  if state == 'compiles':
+    talk.steps('l1', to=3)
+    talk.hears('l1', messages.Heartbeat(doing=messages.COMPILING, idle_ns=40 * SECOND))
+  talk.hears('l0', messages.Heartbeat(doing=messages.SYNCING, idle_ns=44 * SECOND))
+  (line,) = talk.said
+  assert 'l0 on host has made no step for 44 s: it is in peer.sync' in line
+  assert ('Other learners that train on: 1.' in line) == trains == ('train on' in line)
+
+
 def test_every_process_that_lives_tells_its_records_so_once_per_heartbeat():
   """Else a long step, or a wait for others, and a death would look alike."""
   done = reported(until(learner(), 60, messages.READING))
@@ -109,7 +129,12 @@ def test_the_setting_ends_it_with_75_so_that_whoever_starts_it_again_helps():
 
 @pytest.mark.parametrize(
   ('doing', 'ends_s'),
-  [(messages.READING, 5), (messages.STEPPING, 30), (messages.LOOPING, None)],
+  [
+    (messages.READING, 5),
+    (messages.STEPPING, 30),
+    (messages.SYNCING, 30),
+    (messages.LOOPING, None),
+  ],
 )
 def test_a_learner_whose_run_is_over_ends_without_a_step_that_nobody_needs(doing, ends_s):
   """A loop of the user's own may evaluate in its step: it goes on."""
