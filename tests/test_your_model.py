@@ -79,7 +79,7 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
   assert assembled.never_sent == ('head/kernel',)
   with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer')) as recorder:
     syncer_node._introduce(assembled, recorder)
-  assert 'labels of the arrays: 1 body, 1 local\n' in capfd.readouterr().out
+  assert 'labels of the arrays: 1 body, 1 local (head/kernel)\n' in capfd.readouterr().out
 
   params, label = assembled.task.init(0), assembled.task.label
   sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
@@ -89,7 +89,7 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
         params = peer.sync(peer.params, tokens=1)
     assert server.wait(60).keys() == {'body/kernel'}
   labels = re.findall(r'^\[(\w+)\] \S+ labels of the arrays: (.*)$', capfd.readouterr().out, re.M)
-  assert sorted(labels) == [('l0', '1 body, 1 local'), ('syncer', '1 body')]
+  assert sorted(labels) == [('l0', '1 body, 1 local (head/kernel)'), ('syncer', '1 body')]
 
 
 def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():

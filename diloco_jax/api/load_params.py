@@ -80,7 +80,7 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
   own, beside = form.split(given)
   kept = {name: leaf for name, leaf in own.items() if name in values and values[name] is None}
   shape_of = lambda named: {name: np.shape(leaf) for name, leaf in named.items()}
-  arrays.require_shapes(place, shape_of(values | kept), shape_of(own))
+  arrays.require_shapes(place, shape_of(values | kept), shape_of(own), '`into`')
 
   def put(name: str, leaf: Any) -> Any:
     if name in kept:

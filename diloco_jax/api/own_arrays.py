@@ -184,29 +184,19 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
   return shardings[0]
 
 
-def require_alike(first: Any, new: Any, what: str = '') -> None:
-  """Raises ValueError if a tree has other arrays than the one that `join` was given."""
-  same = jax.tree.structure(first) == jax.tree.structure(new)
-  if not (same and all(map(_alike, jax.tree.leaves(first), jax.tree.leaves(new)))):
-    raise ValueError(f'{what}{_difference(first, new)}')
+def require_alike(first: dict[str, Any], new: dict[str, Any], what: str = '') -> None:
+  """Raises ValueError for the first array that is not like the one that `join` was given."""
+  for name in {**first, **new}:
+    before, now = first.get(name), new.get(name)
+    if not _alike(before, now):
+      raise ValueError(f'{what}{name} is {_shape(now)}, join was given {_shape(before)}')
 
 
-def _alike(first: jax.Array, new: Any) -> bool:
+def _alike(first: Any, new: Any) -> bool:
   """Whether both have one shape and dtype."""
   if isinstance(first, jax.Array) and isinstance(new, jax.Array):  # called for each in each step
     return first.shape == new.shape and first.dtype == new.dtype
   return _shape(first) == _shape(new)
-
-
-def _difference(first: Any, new: Any) -> str:
-  """The first leaf that differs in two trees, by its path, and both sides."""
-  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (first, new))
-  for path in {**ours, **theirs}:
-    before, now = map(_shape, (ours.get(path), theirs.get(path)))
-    if before != now:
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      return f'{name} is {now}, join was given {before}'
-  return 'its nodes are of other types than those given to join'
 
 
 def _shape(leaf: Any) -> str:

@@ -43,6 +43,7 @@ from diloco_jax.train import island as island_lib
 from diloco_jax.transport import addresses
 
 WAIT_S = 120.0
+_GO_ON = 'Go on with what peer.sync returns: `state = peer.sync(state, ...)`'
 
 
 class Ended(RuntimeError):
@@ -79,6 +80,7 @@ class Peer:
     self.clock: int | None = None
     self.failed = False
     self._stepping = False  # the loop uses `steps`
+    self._replaced = False  # some of what the last sync was given
     self._process, self._calls = os.getpid(), threading.Lock()
 
   @classmethod
@@ -112,6 +114,10 @@ class Peer:
     try:
       with self._stopping_on_sigterm():
         yield
+    except Exception as error:  # JAX has several for this
+      if self._replaced and not self._arrays.consumed and 'has been deleted' in str(error):
+        error.add_note(f'peer.sync has replaced arrays with which this loop goes on. {_GO_ON}')
+      raise
     finally:
       lost = os.getpid() != self._process or self._leave()
       if self._arrays.form.in_place and not lost:
@@ -279,6 +285,7 @@ class Peer:
         self._newest = [jnp.copy(leaf) for leaf in sorted(changed, key=lambda leaf: leaf.size)[:1]]
       with self._advice.boundary(self._arrays):
         self._next()
+      self._replaced = any(leaf.is_deleted() for leaf in trained.values())
       return self.params
 
   def _require_own_process(self) -> None:
@@ -352,10 +359,7 @@ class Peer:
     for name, first in held.items():
       leaf = named[name]
       if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(
-          f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
-          '`params = peer.sync(params, ...)`'
-        )
+        raise ValueError(f'{name} is deleted: a sync before has replaced it. {_GO_ON}')
       committed = self._arrays.shardings.params[name] is not None
       moved = isinstance(leaf, jax.Array) and not committed and leaf.sharding != first.sharding
       if moved and leaf.devices() != self._arrays.devices:
@@ -366,7 +370,7 @@ class Peer:
     if (kept is None) != (moments is None):
       given = 'no opt_state' if kept is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    own_arrays.require_alike(moments, kept, 'opt_state: ')
+    own_arrays.require_alike(moments or {}, kept or {}, 'opt_state: ')
 
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""

@@ -15,10 +15,13 @@ one that takes a shard over, could return. `zip(peer.steps(), batches)` takes on
 learners read the same batches unless each shuffles by its own `peer.shard`.
 """
 
+import collections
+import itertools
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -34,9 +37,10 @@ _SCHEDULES = 'ScaleByScheduleState', 'WrappedScheduleState'  # of optax
 _COPIES = re.compile(  # names of what is no part of a model, where another part has the same shapes
   'ema|average|avg|shadow|swa|polyak|teacher|target|anchor|reference|master|moment|veloc|grad|accum'
 )
-_MOMENTS = 'm', 'v', 'mu', 'nu'
+_MOMENTS = re.compile('(^|/)(m|v|mu|nu)(/|$)')
 _LEAST_SCALE = 1024.0  # of a loss; no scalar of a model is a power of two beyond it
 _SHOWN = 6
+_Fields = dict[str, dict[str, Any]]
 
 
 class Form:
@@ -81,7 +85,7 @@ class Form:
     )
     tree = self._tree(given, opt_state)
     picked = _pick(given, exchange) if exchange else tree[0]
-    if exchange and (wrong := list(_of_optimizers(picked).values())):
+    if exchange and (wrong := list(_wrong_in(given, picked).values())):
       raise ValueError(
         f'exchange: of what it returns {wrong[0]}, and no parameter. Nothing was sent. Return what '
         'the gradient is taken of alone, as `lambda state: state.model`'
@@ -103,9 +107,8 @@ class Form:
     fields = {path.split('/')[0] for path in self._short}
     is_setting = lambda name: name.split('/')[0] in fields and not hasattr(kept[name], 'dtype')
     shown = [name for name in kept or () if self._whole and not is_setting(name)]
-    self._lines = [_line(named, shown)]
-    if label:
-      self._lines.append(header.labels(map(label, named)))
+    labels = header.labels({name: self.label(name) for name in named})
+    self._lines = [_line(named, shown, self._short), labels]
 
   def _tree(self, given: Any, opt_state: Any) -> Any:
     """One tree of all: the state, or what is exchanged and what is kept."""
@@ -221,19 +224,12 @@ def _pick(given: Any, exchange: Callable[[Any], Any]) -> Any:
 
 def require_model(given: Any) -> None:
   """Raises ValueError if a tree of parameters has moments, counters, scales or copies in it."""
-  fields: dict[str, dict[str, Any]] = {}
-  ways: dict[str, str] = {}  # to a field, as '.model' or "['model']"
-  for keys, leaf in jax.tree_util.tree_leaves_with_path(given):
-    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and isinstance(leaf, int):
-      continue  # a setting, as the number of heads of an equinox module
-    field, path = (_path(part) for part in (keys[:1], keys[1:]))
-    fields.setdefault(field, {})[path] = leaf
-    ways[field] = jax.tree_util.keystr(keys[:1])
-  wrong = _of_optimizers(given)
-  others = [field for field in fields if field not in wrong]
-  wrong |= {field: what for field in others if (what := _objection(fields, field))}
+  wrong, fields = _of_optimizers(given), _fields(given)
+  wrong |= _objections({at: fields[at] for at in fields if at not in wrong}, fields)
   if not wrong:
     return
+  firsts = {keys[:1] for keys, _ in jax.tree_util.tree_leaves_with_path(given)}
+  ways = {_path(key): jax.tree_util.keystr(key) for key in firsts}  # to a field, as '.model'
   model = next((ways[field] for field in fields if field not in wrong), '.model')
   first = next(iter(wrong.values()))
   whole = '. Of a model that has it, it is `exchange=lambda model: model`'
@@ -245,34 +241,65 @@ def require_model(given: Any) -> None:
   )
 
 
+def _wrong_in(state: Any, picked: Any) -> dict[str, str]:
+  """What is no parameter in what `_pick` has returned, by the names in the state or there."""
+  leaves, chosen = jax.tree.leaves(state), {*jax.tree.leaves(picked)}
+  types = {leaves[at].dtype for at in chosen}  # a master is no copy of the parameters that are kept
+  beside = {at for at, leaf in enumerate(leaves) if getattr(leaf, 'dtype', None) in types}
+  part = jax.tree.map(leaves.__getitem__, picked)
+  own, wrong = _fields(part), _objections(_fields(state, chosen), _fields(state, beside))
+  return _of_optimizers(part) or wrong or _objections(own, own)
+
+
 def _of_optimizers(tree: Any) -> dict[str, str]:
   """The fields of a tree that have the state of an optimizer in them, and which."""
   wrong: dict[str, str] = {}
   for path, node in _nodes(tree):
-    if (kind := type(node).__name__).endswith('State'):
-      wrong.setdefault(path.split('/')[0], f'{path or "the whole"} is a {kind} of optax')
+    what = f'{own_model.shown(path or "the whole")} is a {type(node).__name__}'
+    if what.endswith('State'):
+      wrong.setdefault(path.split('/')[0], f'{what} of optax')
   return wrong
 
 
-def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
-  """Why a field of a tree is no part of a model, or ''."""
-  leaves = fields[field]
+def _fields(tree: Any, chosen: Collection[int] | None = None) -> _Fields:
+  """Leaves, all or these, by their first key and the path below it."""
+  fields: _Fields = {}
+  for at, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and isinstance(leaf, int):
+      continue  # a setting, as the number of heads of an equinox module
+    if chosen is None or at in chosen:
+      fields.setdefault(_path(keys[:1]), {})[_path(keys[1:])] = leaf
+  return fields
+
+
+def _objections(fields: _Fields, others: _Fields) -> dict[str, str]:
+  """The fields that are no part of a model, and why; `others`: what they may be copies of."""
+  return {at: what for at in fields if (what := _objection(at, fields[at], others))}
+
+
+def _objection(field: str, leaves: dict[str, Any], others: _Fields) -> str:
   for path, leaf in leaves.items():
-    name = f'{field}/{path}'.strip('/')
+    name = own_model.shown(f'{field}/{path}'.strip('/'))
     if _is_key(leaf):
       return f'{name} is a random key'
     if isinstance(leaf, int) or (hasattr(leaf, 'dtype') and not _is_float(leaf)):
       return f'{name} is {getattr(leaf, "dtype", type(leaf).__name__)}, as a counter'
     if _is_float(leaf) and not np.shape(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-      if (value := float(leaf)) >= _LEAST_SCALE and not np.log2(value) % 1:
+      if (value := float(leaf)) >= _LEAST_SCALE and math.frexp(value)[0] == 0.5:
         return f'{name} is {value:g}, as the scale of a loss'
-  shapes = lambda field: {path: np.shape(leaf) for path, leaf in fields[field].items()}
-  names_a_copy = _COPIES.search(field.lower()) or (field in _MOMENTS and len(leaves) > 1)
-  for other in fields if names_a_copy else ():
-    if other != field and shapes(other) == shapes(field):
-      pairs = [(leaf, fields[other][path]) for path, leaf in leaves.items()]
-      if all(not np.any(leaf) or bool(jnp.all(leaf == twin)) for leaf, twin in pairs):
-        return f'{field} has the shapes of {other}, and its values or zeros'
+  shapes_of = lambda leaves: {at: np.shape(leaf) for at, leaf in leaves.items() if np.ndim(leaf)}
+  names_one = lambda at, many: _COPIES.search(at.lower()) or (many and _MOMENTS.search(at))
+  shapes = shapes_of(leaves) if any(names_one(f'{field}/{path}', True) for path in leaves) else {}
+  for other, twins in others.items() if shapes else ():
+    theirs = shapes_of(twins) if other != field else {}
+    first = next(iter(theirs), '/')
+    starts = [path.removesuffix(first) for path in shapes if f'/{path}'.endswith(f'/{first}')]
+    at = next((at for at in starts if names_one(f'{field}/{at}', len(theirs) > 1)), None)
+    pairs = [(f'{start}{path}', path) for start in starts for path in theirs]
+    if at is not None and shapes == {path: theirs[twin] for path, twin in pairs}:
+      values = [(leaves[path], twins[twin]) for path, twin in pairs]
+      if all(not np.any(leaf) or bool(jnp.all(leaf == twin)) for leaf, twin in values):
+        return f'{field}/{at}'.strip('/') + f' has the shapes of {other}, and its values or zeros'
   return ''
 
 
@@ -301,19 +328,30 @@ def _is_float(leaf: Any) -> bool:
   )
 
 
-def _line(named: dict[str, Any], kept: list[str]) -> str:
-  """What is exchanged, by name and size, and which fields of a state are kept.
+def _line(named: dict[str, Any], kept: list[str], exchanged: Collection[str]) -> str:
+  """What is exchanged, by name and size, and what of a state is kept: as large parts as there are
+  with none of the paths that are exchanged.
 
-  >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, ['opt_state/mu/w', 'step'])
-  'exchanges 36 parameters in 2 arrays: w [8, 4], b [4]; keeps opt_state, step'
+  >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, ['o/mu/w', 'o/nu/w', 's/n'], ['s/w', 's/b'])
+  'exchanges 36 parameters (288 B) in 2 arrays: w [8, 4], b [4]; keeps o, s/n'
   """
-  sizes = {name: math.prod(np.shape(leaf)) for name, leaf in named.items()}
-  largest = sorted(named, key=lambda name: -sizes[name])
-  shown = [f'{name} {list(np.shape(named[name]))}' for name in largest[:_SHOWN]]
-  more = [f'{len(named) - _SHOWN} more'] if len(named) > _SHOWN else []
-  fields = list(dict.fromkeys(name.split('/')[0] for name in kept))
+  count = sum(math.prod(np.shape(leaf)) for leaf in named.values())
+  size = lambda leaves: sum(getattr(leaf, 'nbytes', 4) for leaf in leaves)
+  short = {name: re.sub(r'(?<=[/._])\d+(?![^/._])', '*', name) for name in named}
+  shared = os.path.commonprefix([*short.values()]).rfind('/') + 1
+  groups = collections.defaultdict(list)  # by how their names begin
+  for name, path in short.items():
+    groups[own_model.shown(path[:shared] + path[shared:].split('/')[0])].append(named[name])
+  largest = sorted(groups.items(), key=lambda group: -size(group[1]))
+  shown = [f'{len(group)} of {start} ({header.size(size(group))})' for start, group in largest]
+  if len(named) <= _SHOWN:
+    shown = [f'{own_model.shown(name)} {list(np.shape(named[name]))}' for name in named]
+  shown[_SHOWN:] = [f'{len(shown) - _SHOWN} more'] * (len(shown) > _SHOWN)
+  above = {path[:at] for path in exchanged for at, c in enumerate(path) if c == '/'}
+  down = lambda path: itertools.accumulate(path.split('/'), '{}/{}'.format)
+  parts = dict.fromkeys(next(at for at in down(path) if at not in above) for path in kept)
   return (
-    f'exchanges {sum(sizes.values()):,} parameters in {len(named)} arrays: '
-    + ', '.join(shown + more)
-    + (f'; keeps {", ".join(fields)}' if fields else '')
+    f'exchanges {count:,} parameters ({header.size(size(named.values()))}) in {len(named)} arrays: '
+    + ', '.join(shown)
+    + f'; keeps {", ".join(parts)}' * bool(parts)
   )

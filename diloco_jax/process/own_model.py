@@ -242,9 +242,14 @@ def read(workdir: pathlib.Path) -> ModelDescription | None:
   return from_header(header, lambda: states.load_on_host(folder, name=folders.VERSION_0)[1])
 
 
+def shown(name: str) -> str:
+  """A name for people: that of an array of a tuple is its index alone."""
+  return f'[{name}]' if name.isdigit() else name
+
+
 def require_finite(name: str, value: np.ndarray) -> None:
   if not np.isfinite(value).all():
     raise ValueError(
-      f'{name} has initial values that are not finite (NaN or infinite). Nothing was written; '
-      'correct the initial parameters'
+      f'{shown(name)} has initial values that are not finite (NaN or infinite). Nothing was '
+      'written; correct the initial parameters'
     )

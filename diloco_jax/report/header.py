@@ -6,17 +6,21 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 
-def labels(names: Iterable[str]) -> str:
-  """What a label function has made of the arrays of a model.
+def labels(labels_of: Mapping[str, str]) -> str:
+  """What a label function has made of the arrays of a model, and which are not of the body.
 
-  >>> labels(['body', 'local', 'body'])
-  'labels of the arrays: 2 body, 1 local'
+  >>> labels({'w': 'body', 'b': 'body', **{f'head/{n}': 'local' for n in 'abcd'}})
+  'labels of the arrays: 2 body, 4 local (head/a, head/b, head/c, ...)'
   """
-  counts = collections.Counter(names)
-  return f'labels of the arrays: {", ".join(f"{n} {label}" for label, n in counts.items())}'
+  texts = []
+  for label, count in collections.Counter(labels_of.values()).items():
+    names = [name for name in labels_of if labels_of[name] == label]
+    few = ', '.join(names[:3] + ['...'] * (count > 3))
+    texts.append(f'{count} {label}' + f' ({few})' * (label != 'body'))
+  return f'labels of the arrays: {", ".join(texts)}'
 
 
 def clock() -> str:

@@ -55,12 +55,12 @@ def start(path: str, shapes: Any) -> Any:
   return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def require_shapes(path: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def require_shapes(path: str, saved: dict, wanted: dict, of: str = 'the model of this run') -> None:
   """Raises ValueError, which names the first tensor that differs."""
   for name in [*wanted, *saved]:
     shape, wanted_shape = saved.get(name, 'absent'), wanted.get(name, 'absent')
     if shape != wanted_shape:
-      raise ValueError(f'{path}: {name} is {shape}, in the model of this run {wanted_shape}')
+      raise ValueError(f'{path}: {name} is {shape}, in {of} {wanted_shape}')
 
 
 class Tensor(NamedTuple):

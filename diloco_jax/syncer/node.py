@@ -272,7 +272,7 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   waits = '' if sync.max_lag is None else f', max_lag = {sync.max_lag}'
   lines = [
     trained,
-    header.labels(labels.values()),
+    header.labels(labels),
     f'M = {sync.learners} learners, quorum K = {sync.quorum}; P = {sync.fragments} fragments, each '
     f'every H = {sync.period} steps',
     f'overlap tau = {sync.overlap}{waits}; outer optimizer {sync.outer}',

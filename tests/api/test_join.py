@@ -305,7 +305,7 @@ def test_a_loop_that_is_left_and_begun_again_makes_the_bits_of_one_that_was_not(
   assert 'has a schedule by its own count of updates' in capfd.readouterr().out
   again, others = run(tmp_path / 'left', [4, None])
   assert losses == again and np.array_equal(logits, others)
-  with pytest.raises(ValueError, match='left/run: w is absent, in the model of this run'):
+  with pytest.raises(ValueError, match='left/run: w is absent, in `into`'):
     diloco_jax.load_params(tmp_path / 'left/run', into=_ones())
 
 

@@ -550,16 +550,25 @@ def test_a_loop_that_does_not_use_the_moments_of_its_checkpoint_is_told(server, 
     assert len(re.findall(line, capfd.readouterr().out)) == times
 
 
-def test_a_loop_that_goes_on_with_what_was_replaced_fails_with_small_arrays_too():
-  """Small arrays are replaced in one vector."""
-  step = jax.jit(lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params))
+@pytest.mark.parametrize('ignores', [True, False], ids=['the line is missing', 'a step consumes'])
+def test_a_loop_that_goes_on_with_what_was_replaced_fails_and_is_told_the_line(ignores):
+  """With small arrays, too, which are replaced in one vector. A loop that goes on with what a step
+  of its own has consumed is told nothing."""
+  run = lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params)
+  step, consuming = jax.jit(run), jax.jit(run, donate_argnums=0)
   sync = diloco_jax.SyncConfig(learners=1, quorum=1, fragments=1, period=2, overlap=0)
-  with _joined(_params(), 20, sync) as (_, peer):  # in lock step
-    params = peer.params
-    with pytest.raises(RuntimeError, match='deleted'):
-      for _ in peer.steps():
+  with pytest.raises((RuntimeError, ValueError), match='has been deleted') as raised:
+    with _joined(_params(), 20, sync) as (_, peer):  # in lock step
+      params = peer.params
+      for _clock in peer.steps():
         params = step(params)
-        peer.sync(params, tokens=1)
+        merged = peer.sync(params, tokens=1)
+        if not ignores:
+          params = merged
+          if peer._replaced:
+            consuming(params)
+  notes = getattr(raised.value, '__notes__', [])
+  assert any('`state = peer.sync(state, ...)`' in note for note in notes) == ignores
 
 
 def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):

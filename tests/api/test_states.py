@@ -18,6 +18,11 @@ _ZEROS = jax.tree.map(jnp.zeros_like, _MODEL)
 _ADAM = optax.adam(1e-3).init(_MODEL)
 
 
+class _Average(NamedTuple):
+  of: Any
+  decay: float = 0.99
+
+
 class _State(NamedTuple):
   model: Any
   more: Any
@@ -36,6 +41,8 @@ class _State(NamedTuple):
     ({'key': jax.random.key(0)}, (), 'more/key is a random key'),
     ((), _COPY, 'average has the shapes of model, and its values or zeros'),
     ((), _ZEROS, 'average has the shapes of model, and its values or zeros'),
+    ((), _Average(_COPY), 'average/of has the shapes of model, and its values or zeros'),
+    ({'best': jnp.float32(jnp.inf), 'n': 3}, (), 'more/n is int, as a counter'),
   ],
   ids=lambda value: value if isinstance(value, str) else '',
 )
@@ -54,6 +61,8 @@ class _Layer(NamedTuple):
   'params',
   [
     _MODEL,
+    {'anchor': {'w': jnp.ones((3, 3)), 'b': jnp.zeros(3)}, 'b': jnp.zeros(3)},
+    {'q': {'scale': jnp.ones(3)}, 'v': {'scale': jnp.ones(3)}},
     {'left': _MODEL, 'right': _COPY},
     {'target_head': jnp.ones((3, 3)), 'head': jnp.zeros((3, 3))},
     optax.LookaheadParams.init_synced(_MODEL),
@@ -61,7 +70,17 @@ class _Layer(NamedTuple):
     jnp.ones(3),
     {'layers': [_Layer(jnp.ones(3))]},
   ],
-  ids=['a model', 'twins', 'a name', 'lookahead', 'a function', 'a bare array', 'a setting'],
+  ids=[
+    'a model',
+    'an anchor',
+    'attention',
+    'twins',
+    'a name',
+    'lookahead',
+    'a function',
+    'a bare array',
+    'a setting',
+  ],
 )
 def test_models_are_taken_as_they_are(params):
   form = loop_states.Form(params)
@@ -81,14 +100,62 @@ def test_what_exchange_returns_is_exchanged_and_all_else_is_kept():
   assert list(named) == ['layers/0/w', 'layers/1/w']
   assert {'average/layers/0/w', 'more/key', 'more/n', 'more/opt_state/0/count'} < kept.keys()
   assert form.optimizer == {name for name in kept if name.startswith('more/opt_state/')}
-  assert next(form.describe()) == (
-    'exchanges 18 parameters in 2 arrays: layers/0/w [4, 3], layers/1/w [3, 2]; keeps more, average'
-  )
+  assert [*form.describe()][:2] == [
+    'exchanges 18 parameters (72 B) in 2 arrays: layers/0/w [4, 3], layers/1/w [3, 2]; keeps more, '
+    'average',
+    'labels of the arrays: 2 body',
+  ]
   kept['more/n'] = 2
   back, _ = form.rebuild({name: leaf * 0 for name, leaf in named.items()}, kept)
   assert not back.model['layers'][0]['w'].any() and back.average['layers'][0]['w'].any()
   assert back.more['n'] == 2 and back.activation is jax.nn.relu
   assert jnp.array_equal(*map(jax.random.key_data, (back.more['key'], state.more['key'])))
+
+
+def test_what_is_exchanged_is_grouped_by_name_and_what_is_kept_is_named_by_its_own_paths():
+  """In one line each, for any number of arrays. What is exchanged is never named as kept."""
+  layer = {'w': jnp.ones((4, 4)), 'b': jnp.zeros(4, jnp.bfloat16)}
+  model = {f'layers_{n}': layer for n in range(500)} | {'embed': jnp.ones((8, 4))}
+  state = _State(model, {'gain': jnp.ones(()), 'n': jnp.int32(0), 'm': {'n': np.int32(1)}})
+  exchanged, labels, *_ = loop_states.Form(
+    state, exchange=lambda state: (state.model, state.more['gain'])
+  ).describe()
+  assert exchanged == (
+    'exchanges 10,033 parameters (36.1 kB) in 1002 arrays: 1001 of [0] (36.1 kB), 1 of [1] (4 B); '
+    'keeps more/m, more/n'
+  )
+  assert labels == 'labels of the arrays: 1 embedding (0/embed), 1001 body'
+  line = next(loop_states.Form(state, exchange=lambda state: state.model).describe())
+  assert line.endswith(': 1000 of layers_* (36.0 kB), 1 of embed (128 B); keeps more')
+
+
+@pytest.mark.parametrize(
+  'picked, why',
+  [
+    (lambda s: (s.model, s.average), 'average/of has the shapes of model, and its values or zeros'),
+    (lambda s: s.average.of, 'average/of has the shapes of model, and its values or zeros'),
+    (lambda s: (s.model, s.more['loss']), 'more/loss/scale is 32768, as the scale of a loss'),
+    (lambda s: s.more['both'], 'ema has the shapes of net, and its values or zeros'),
+    (lambda s: (s.model, s.more['adam']), '1/0 is a ScaleByAdamState of optax'),
+  ],
+  ids=['beside its average', 'the average alone', 'a scale', 'a part with an average', 'moments'],
+)
+def test_what_exchange_returns_is_refused_as_the_same_tree_is_without_it(picked, why):
+  more = {
+    'loss': {'scale': jnp.float32(32768.0), 'good': jnp.int32(0)},
+    'both': {'net': jnp.ones((5, 5)), 'ema': jnp.ones((5, 5))},
+    'adam': _ADAM,
+  }
+  state = _State(_MODEL, more, _Average(_COPY))
+  with pytest.raises(ValueError, match=f'^exchange: of what it returns {why}, and no parameter'):
+    loop_states.Form(state, exchange=picked)
+
+
+def test_masters_may_be_exchanged_where_the_parameters_that_they_round_to_are_kept():
+  half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), _MODEL)
+  state = {'params': half, 'masters': _MODEL}
+  form = loop_states.Form(state, exchange=lambda state: state['masters'])
+  assert form.split(state)[1].keys() == {'params/layers/0/w', 'params/layers/1/w'}
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ def test_a_model_that_is_not_finite_is_not_stored(tmp_path):
   """Else the folder would keep it as version 0 of the run."""
   values = {'w': np.ones((8, 8), np.float32), 'b': np.float32([0, -np.inf])}
   model = own_model.describe(values, lambda name: 'body')
+  with pytest.raises(ValueError, match=r'^\[1\] has initial values that are not finite'):
+    own_model.require_finite('1', np.float32(np.inf))  # of a tuple
   with pytest.raises(ValueError, match='^b has initial values that are not finite'):
     own_model.write(tmp_path, model, _CONFIG)
   assert own_model.read(tmp_path) is None and not (tmp_path / folders.OWN_MODEL).exists()
