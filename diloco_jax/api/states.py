@@ -291,7 +291,7 @@ def _objection(field: str, leaves: dict[str, Any], others: _Fields) -> str:
   names_one = lambda at, many: _COPIES.search(at.lower()) or (many and _MOMENTS.search(at))
   shapes = shapes_of(leaves) if any(names_one(f'{field}/{path}', True) for path in leaves) else {}
   for other, twins in others.items() if shapes else ():
-    theirs = shapes_of(twins) if other != field else {}
+    theirs = {} if other == field or names_one(other, True) else shapes_of(twins)
     first = next(iter(theirs), '/')
     starts = [path.removesuffix(first) for path in shapes if f'/{path}'.endswith(f'/{first}')]
     at = next((at for at in starts if names_one(f'{field}/{at}', len(theirs) > 1)), None)
