@@ -107,8 +107,8 @@ class Form:
     fields = {path.split('/')[0] for path in self._short}
     is_setting = lambda name: name.split('/')[0] in fields and not hasattr(kept[name], 'dtype')
     shown = [name for name in kept or () if self._whole and not is_setting(name)]
-    labels = header.labels({name: self.label(name) for name in named})
-    self._lines = [_line(named, shown, self._short), labels]
+    labels = {name: self.label(name) for name in named}
+    self._lines = _line(named, shown, self._short), header.labels(labels)
 
   def _tree(self, given: Any, opt_state: Any) -> Any:
     """One tree of all: the state, or what is exchanged and what is kept."""
@@ -228,10 +228,9 @@ def require_model(given: Any) -> None:
   wrong |= _objections({at: fields[at] for at in fields if at not in wrong}, fields)
   if not wrong:
     return
-  firsts = {keys[:1] for keys, _ in jax.tree_util.tree_leaves_with_path(given)}
-  ways = {_path(key): jax.tree_util.keystr(key) for key in firsts}  # to a field, as '.model'
-  model = next((ways[field] for field in fields if field not in wrong), '.model')
-  first = next(iter(wrong.values()))
+  firsts = {_path(keys[:1]): keys[:1] for keys, _ in jax.tree_util.tree_leaves_with_path(given)}
+  ways = (jax.tree_util.keystr(firsts[field]) for field in fields if field not in wrong)
+  model, first = next(ways, '.model'), next(iter(wrong.values()))
   whole = '. Of a model that has it, it is `exchange=lambda model: model`'
   whole *= first.endswith('as a counter')
   raise ValueError(
@@ -247,8 +246,8 @@ def _wrong_in(state: Any, picked: Any) -> dict[str, str]:
   types = {leaves[at].dtype for at in chosen}  # a master is no copy of the parameters that are kept
   beside = {at for at, leaf in enumerate(leaves) if getattr(leaf, 'dtype', None) in types}
   part = jax.tree.map(leaves.__getitem__, picked)
-  own, wrong = _fields(part), _objections(_fields(state, chosen), _fields(state, beside))
-  return _of_optimizers(part) or wrong or _objections(own, own)
+  wrong = _of_optimizers(part) or _objections(_fields(state, chosen), _fields(state, beside))
+  return wrong or _objections(_fields(part), _fields(part))
 
 
 def _of_optimizers(tree: Any) -> dict[str, str]:
@@ -278,6 +277,7 @@ def _objections(fields: _Fields, others: _Fields) -> dict[str, str]:
 
 
 def _objection(field: str, leaves: dict[str, Any], others: _Fields) -> str:
+  """Why a field is no part of a model, or ''."""
   for path, leaf in leaves.items():
     name = own_model.shown(f'{field}/{path}'.strip('/'))
     if _is_key(leaf):
@@ -335,7 +335,7 @@ def _line(named: dict[str, Any], kept: list[str], exchanged: Collection[str]) ->
   >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, ['o/mu/w', 'o/nu/w', 's/n'], ['s/w', 's/b'])
   'exchanges 36 parameters (288 B) in 2 arrays: w [8, 4], b [4]; keeps o, s/n'
   """
-  count = sum(math.prod(np.shape(leaf)) for leaf in named.values())
+  count = sum(map(np.size, named.values()))
   size = lambda leaves: sum(getattr(leaf, 'nbytes', 4) for leaf in leaves)
   short = {name: re.sub(r'(?<=[/._])\d+(?![^/._])', '*', name) for name in named}
   shared = os.path.commonprefix([*short.values()]).rfind('/') + 1

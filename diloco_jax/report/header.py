@@ -17,9 +17,8 @@ def labels(labels_of: Mapping[str, str]) -> str:
   """
   texts = []
   for label, count in collections.Counter(labels_of.values()).items():
-    names = [name for name in labels_of if labels_of[name] == label]
-    few = ', '.join(names[:3] + ['...'] * (count > 3))
-    texts.append(f'{count} {label}' + f' ({few})' * (label != 'body'))
+    names = [name for name, own in labels_of.items() if own == label][:3] + ['...'] * (count > 3)
+    texts.append(f'{count} {label}' + f' ({", ".join(names)})' * (label != 'body'))
   return f'labels of the arrays: {", ".join(texts)}'
 
 
