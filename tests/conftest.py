@@ -2,9 +2,9 @@
 
 Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
 an implicit broadcast into an error. Asynchronous dispatch is off because free-running emulated
-devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache. Models
-that need not be fast, and the processes that tests start, compile with few optimizations, but not
-with --all (_QUICKLY_COMPILED).
+devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache. Most
+tests, and the processes that they start, compile with few optimizations (_FULLY_OPTIMIZED: the
+others); with --all everything is compiled as for users.
 
 Which tests run: those of the default lane; with --long also those marked `long`, as in CI; with
 --changed those that a change can reach (changed.py); with --all all of them, also those marked
@@ -86,20 +86,8 @@ _REAL_RUNS = (
   'tests/release/test_upgrade.py',
 )
 _ALONE = 'tests/runs/test_hostile.py'  # with --all
-# Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
-# as those of numerics, learner and syncer do.
-_QUICKLY_COMPILED = (
-  'tests/api/',
-  'tests/config/',
-  'tests/experiments/',
-  'tests/launch/',
-  'tests/process/',
-  'tests/learner/test_moments.py',
-  'tests/learner/test_split.py',
-  'tests/verification/virtual/',
-  'tests/runs/',
-  'tests/train/',
-)
+# Rooms about the bits of the arithmetic.
+_FULLY_OPTIMIZED = ('tests/numerics/', 'tests/syncer/')
 _ONE_BY_ONE = ('tests/verification/test_mutants.py', 'tests/verification/test_seeds.py')
 _LONGEST_FIRST = (
   _ALONE,
@@ -341,7 +329,7 @@ def _give_way(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope='module', autouse=True)
 def _compile(request: pytest.FixtureRequest, counts: Counts) -> None:
   """How the functions of this file are compiled."""
-  quickly = not counts.full and request.node.nodeid.startswith(_QUICKLY_COMPILED)
+  quickly = not counts.full and not request.node.nodeid.startswith(_FULLY_OPTIMIZED)
   if quickly != jax.config.values['jax_disable_most_optimizations']:
     jax.config.update('jax_disable_most_optimizations', quickly)
     jax.clear_caches()
