@@ -293,7 +293,9 @@ class RunFacts:
           ended = {0: self._end_without_error(name), 42: 'refused'}.get(
             code, 'killed' if code < 0 else 'failed'
           )
-          processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
+          if stopped:  # unless it has recorded just before that it ends by itself
+            ended = 'refused' if processes[-1].ended == 'refused' else 'stopped'
+          processes[-1].end(at_s, ended)
           program = self._program_of(name)
           if not program.supervised or program.state != 'down':  # else it is started again
             self._set_state(name, ended, at_s, why=f'exit code {code}' if code > 0 else '')

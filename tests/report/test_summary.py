@@ -125,6 +125,13 @@ def test_the_summary_adds_up(config, run):
   assert figures == [1_000, 3_000, 80_000]
 
 
+def test_a_stop_of_a_process_that_has_just_refused_is_not_why_it_has_ended():
+  """Its interpreter ends some moments after its last record."""
+  own = 'l0', exited(20, 'l0', 42)[1]
+  run = fold(*_ROWS[:4], own, exited(20.5, 'l0', -15, stopped=True))
+  assert [process.ended for process in run.learners['l0'].processes] == ['refused']
+
+
 def test_tokens_of_which_the_syncer_has_not_heard_are_accounted_for(config):
   """l1 trains two steps alone, and ends before the syncer is back."""
   alone = [('l1', step(15 + number, 5 + number, 2 + number)) for number in (1, 2)]

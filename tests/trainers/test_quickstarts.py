@@ -94,7 +94,7 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
     [exchanged] = [line for line in again.lines if ' exchanges ' in line]
     size = int.from_bytes(out.read_bytes()[:8], 'little')
     names = json.loads(out.read_bytes()[8 : 8 + size]).keys() - {'__metadata__'}
-    assert f' parameters in {len(names)} arrays: ' in exchanged
+    assert f') in {len(names)} arrays: ' in exchanged
 
 
 def test_each_has_at_most_60_lines_and_is_on_the_page():

@@ -4,7 +4,10 @@ time, each with its own best inner rate (rungs.md)."""
 import dataclasses
 import pathlib
 import statistics
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from diloco_jax.verification.virtual import conditions
 from experiments.studies import scale
@@ -15,11 +18,15 @@ from experiments.studies.scale import records
 NAME = 'scale.rungs'
 LARGE = '0.9M'
 BASE = 'data-parallel'
-# No noise: every learner adopts one step after its capture.
-QUIET = {
-  'hardware': conditions.Hardware(lognormal=0.0, merge=0.01),
-  'network': conditions.Network(up=0.01, down=0.01),
-}
+
+
+def quiet(late: int) -> dict[str, Any]:
+  """No noise: every learner adopts `late` steps after its capture."""
+  down = 0.01 + max(0, late - 1)  # in steps
+  return {
+    'hardware': conditions.Hardware(lognormal=0.0, merge=0.01),
+    'network': conditions.Network(up=0.01, down=down),
+  }
 
 
 class Rung(NamedTuple):
@@ -64,6 +71,7 @@ AGES = {
   'one fragment': Rung(3, 0, fragments=1),
   'one fragment, a step late': Rung(3, 1, fragments=1),
 }
+UNSEEN = 'two steps late', 'P=H=6, three steps late'  # the line through the others foretells them
 
 
 class Case(NamedTuple):
@@ -145,8 +153,9 @@ def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
   ]
   words += [f'M={learners}, batch x{case.batch:g}'] if rung else []
   arm = scale.changed(arm, NAME, ', '.join([*words, name, f'{rate:g}']), fields)
-  quiet = rung and rung.late is not None
-  return dataclasses.replace(arm, where=dict(QUIET)) if quiet else arm
+  if rung is None or rung.late is None:
+    return arm
+  return dataclasses.replace(arm, where=quiet(rung.late))
 
 
 def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm], float | None]:
@@ -178,22 +187,55 @@ def _losses(case: Case, name: str, seeds: int, book: study_lib.Book) -> dict[int
 
 
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
-  """Each rung with what it costs, and the gap up to it."""
+  """What each rung adds to the loss, and the gap with all; then how the loss grows with age."""
   del out
-  lines = [
-    '| | rate | loss | against the rung before | gap to data-parallel |',
-    '|---|---|---|---|---|',
-  ]
+  lines = ['| ' + ' | '.join(['', BASE, *LADDER, 'gap', *BESIDE]) + ' |', '|---' * 9 + '|']
+  by_age: list[str] = []
   for case, names, seeds in QUICK if quick else CASES:
-    names = (BASE, 'H=1', *names) if names[0] in AGES else (BASE, *names)
-    by_rung = {name: _losses(case, name, seeds, book) for name in names}
-    for name, losses in by_rung.items() if any([*by_rung.values()][1:]) else ():
-      if losses:
-        before, rate = by_rung.get(_before(name, tuple(by_rung)), {}), _search(case, name, book)[1]
-        cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
-        cells += [f'{statistics.mean(losses.values()):.4f}', report.changes(losses, before)]
-        lines.append('| ' + ' | '.join([*cells, report.changes(losses, by_rung[BASE])]) + ' |')
-  return '\n'.join([*dict.fromkeys(lines), ''])  # cases share rungs
+    names = ('H=1', 'P=H=3', 'a step late', *names) if names[0] in AGES else names
+    losses = {name: _losses(case, name, seeds, book) for name in (BASE, *names)}
+    if names[-1] in AGES:
+      by_age = [*_by_age(losses)]
+    elif any([*losses.values()][1:]):
+      added = {n: _mean(losses[n], losses[_before(n, (BASE, *names))]) for n in names}
+      last = losses[[name for name in names if name in LADDER][-1]]
+      cells = [_describe(case), f'{statistics.mean(losses[BASE].values()):.4f}']
+      cells += [added.get(name, '') for name in LADDER] + [_mean(last, losses[BASE])]
+      lines.append('| ' + ' | '.join([*cells, *(added.get(name, '') for name in BESIDE)]) + ' |')
+  return '\n'.join([*lines, '', *by_age])
+
+
+def _describe(case: Case) -> str:
+  short = ['windows of 16'] if case.short > 1 else []
+  return ', '.join([case.size, case.optimizer, *short, f'M={case.learners}', f'x{case.batch:g}'])
+
+
+def _mean(losses: dict[int, float], others: dict[int, float]) -> str:
+  return report.changes(losses, others).partition(' (')[0]
+
+
+def _age(rung: Rung) -> float:
+  """How many steps of the others a learner lacks on average, in lock step."""
+  return (rung.period - 1) / 2 + (rung.late or 0)
+
+
+def _by_age(losses: dict[str, dict[int, float]]) -> Iterator[str]:
+  """The loss over that at age 0, and the least-squares line through it of what is not in UNSEEN."""
+  zero, gains = losses['H=1'], dict[str, float]()
+  yield from ('| 63k, muon, M=8 | age | over H=1 |', '|---|---|---|')
+  for name, rung in (LADDER | AGES).items():
+    if losses.get(name):
+      yield f'| {name} | {_age(rung):g} | {report.changes(losses[name], zero)} |'
+      gains[name] = statistics.mean(losses[name][seed] / zero[seed] - 1 for seed in losses[name])
+  ages = {name: _age((LADDER | AGES)[name]) for name in gains}
+  seen = [name for name in gains if name not in UNSEEN]
+  if len(seen) < 4:
+    return
+  line, cov = np.polyfit([ages[n] for n in seen], [gains[n] for n in seen], 1, cov=True)
+  yield f'\nEach step of age: {line[0]:+.2%} ± {cov[0, 0] ** 0.5:.2%}. Not used for the line:'
+  for name in UNSEEN:
+    if name in gains:
+      yield f'{name} {np.polyval(line, ages[name]):+.1%} by it, {gains[name]:+.1%} measured.'
 
 
 STUDY = study_lib.Study(name=NAME, title='Where the loss goes', plan=plan, conclude=conclude)
