@@ -53,6 +53,8 @@ RECORDS = (
   Record('230k', 4, 2.4e-2, WEIGHT | exchange('int4', 6, 3)),
   Record('230k', 8, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int4', 6, 3)),
   Record('230k', 8, 2.4e-2, WEIGHT | exchange('int4', 6, 3)),
+  Record('0.9M', 4, 1.2e-2, WEIGHT | exchange('int4', 3, 2), 1),
+  Record('0.9M', 8, 1.2e-2, WEIGHT | exchange('int4', 3, 2), 1),
   Record('0.9M', 4, 1.2e-2, WEIGHT | exchange('int4', 6, 3)),
   Record('0.9M', 8, 1.2e-2, WEIGHT | exchange('int4', 6, 3), 1),
 )

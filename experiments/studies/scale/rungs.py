@@ -197,7 +197,9 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
     if names[-1] in AGES:
       by_age = [*_by_age(losses)]
     elif any([*losses.values()][1:]):
-      added = {n: _mean(losses[n], losses[_before(n, (BASE, *names))]) for n in names}
+      before = {name: _before(name, (BASE, *names)) for name in names}
+      before |= {names[0]: BASE if names[0] == 'H=1' else names[0]}  # the gap is not what it adds
+      added = {name: _mean(losses[name], losses[before[name]]) for name in names}
       last = losses[[name for name in names if name in LADDER][-1]]
       cells = [_describe(case), f'{statistics.mean(losses[BASE].values()):.4f}']
       cells += [added.get(name, '') for name in LADDER] + [_mean(last, losses[BASE])]
