@@ -189,7 +189,8 @@ def _losses(case: Case, name: str, seeds: int, book: study_lib.Book) -> dict[int
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   """What each rung adds to the loss, and the gap with all; then how the loss grows with age."""
   del out
-  lines = ['| ' + ' | '.join(['', BASE, *LADDER, 'gap', *BESIDE]) + ' |', '|---' * 9 + '|']
+  titles = ['', BASE, *LADDER, 'gap', *BESIDE]
+  lines = ['| ' + ' | '.join(titles) + ' |', '|---' * len(titles) + '|']
   by_age: list[str] = []
   for case, names, seeds in QUICK if quick else CASES:
     names = ('H=1', 'P=H=3', 'a step late', *names) if names[0] in AGES else names
