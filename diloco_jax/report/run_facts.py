@@ -291,11 +291,10 @@ class RunFacts:
           if not (processes := self._processes_of(name)):  # it had not even begun
             self._begin(name, at_s)
           ended = {0: self._end_without_error(name), 42: 'refused'}.get(
-            code, 'killed' if code < 0 else 'failed'
+            42 if (own := processes[-1].ended == 'refused') else code,  # its last word, just before
+            'killed' if code < 0 else 'failed',
           )
-          if stopped:  # unless it has recorded just before that it ends by itself
-            ended = 'refused' if processes[-1].ended == 'refused' else 'stopped'
-          processes[-1].end(at_s, ended)
+          processes[-1].end(at_s, ended := 'stopped' if stopped and not own else ended)
           program = self._program_of(name)
           if not program.supervised or program.state != 'down':  # else it is started again
             self._set_state(name, ended, at_s, why=f'exit code {code}' if code > 0 else '')
