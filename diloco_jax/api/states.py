@@ -287,10 +287,18 @@ def _objection(field: str, leaves: dict[str, Any], others: _Fields) -> str:
     if _is_float(leaf) and not np.shape(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
       if (value := float(leaf)) >= _LEAST_SCALE and math.frexp(value)[0] == 0.5:
         return f'{name} is {value:g}, as the scale of a loss'
+  return _copy(field, leaves, others)
+
+
+def _copy(field: str, leaves: dict[str, Any], others: _Fields) -> str:
+  """Why a field is a copy of another one, or an average of it that begins at zero, or ''. Its name,
+  or that of a part, is that of a copy; its arrays are those of the other field, once or more."""
   shapes_of = lambda leaves: {at: np.shape(leaf) for at, leaf in leaves.items() if np.ndim(leaf)}
   names_one = lambda at, many: _COPIES.search(at.lower()) or (many and _MOMENTS.search(at))
-  shapes = shapes_of(leaves) if any(names_one(f'{field}/{path}', True) for path in leaves) else {}
-  for other, twins in others.items() if shapes else ():
+  if not any(names_one(f'{field}/{path}', True) for path in leaves):
+    return ''
+  shapes = shapes_of(leaves)
+  for other, twins in others.items():
     theirs = {} if other == field or names_one(other, True) else shapes_of(twins)
     first = next(iter(theirs), '/')
     starts = [path.removesuffix(first) for path in shapes if f'/{path}'.endswith(f'/{first}')]

@@ -105,9 +105,7 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
   def read() -> str:
     data = json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
     text = os.fsdecode(data).strip()  # may be a path
-    if text.startswith(addresses.ENDED):
-      total_steps = int(text.removeprefix(addresses.ended(0)[:-1]))
-      raise addresses.RunEnded(f'{text}: {path} says so', total_steps)
+    addresses.require_going_on(text, path)
     if text.startswith(messages.GONE):
       raise ConnectionError(text)
     return text

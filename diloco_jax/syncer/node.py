@@ -100,7 +100,7 @@ class SyncerRecords:
       del self._owed[fact.learner]  # the newest line is so
 
   def report_owed(self, ended: bool = False) -> None:
-    """Prints who was lost again within the pause after such a line, once it is over."""
+    """Prints that a learner was lost again within the pause after such a line, once it is over."""
     for fact, until_s in [*self._owed.values()]:
       if ended or time.monotonic() >= until_s:
         self._say_member(fact, always=True)

@@ -59,6 +59,12 @@ def ended(total_steps: int) -> str:
   return f'{ENDED}, at clock {total_steps}'
 
 
+def require_going_on(text: str, place: object) -> None:
+  """Raises RunEnded if the text at `place` is what `ended` makes."""
+  if match := re.fullmatch(f'{ENDED}, at clock ([0-9]{{1,18}})', text):
+    raise RunEnded(f'{text}: {place} says so', int(match[1]))
+
+
 def check(address: str, access: Access) -> None:
   """Raises ValueError unless the address is one, and `access` is enough for it."""
   if address.startswith(UNIX):

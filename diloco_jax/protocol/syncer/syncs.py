@@ -461,7 +461,7 @@ class Syncs:
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     for participant in sync.participants:
       self._revoke(participant, sync.fragment)
-    if any(done.norms):  # else the screening prints who has trained nothing
+    if any(done.norms):  # else the screening prints which learners trained nothing
       text = f'Outer step {sync.t} refused: {done.failed}'
       self._out.notices.say(now_ns, 'refused outer step', text)
     self.cancel(sync, done.failed)

@@ -42,10 +42,14 @@ BASELINES = {
   '0.9M': Record('0.9M', 1, 1.2e-2, WEIGHT),
 }
 RECORDS = (
+  Record('63k', 4, 1.2e-2, WEIGHT | SLOW | {'batch': 0.25} | exchange('int4', 3, 2)),
+  Record('63k', 8, 3.4e-2, WEIGHT | SLOW | {'batch': 0.5} | exchange('int4', 3, 2)),
+  Record('230k', 4, 1.7e-2, WEIGHT | {'batch': 0.5} | exchange('int4', 3, 2)),
+  Record('230k', 8, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int4', 3, 2)),
   Record('63k', 4, 1.7e-2, WEIGHT | SLOW | {'batch': 0.25} | exchange('int2', 3, 2)),
   Record('63k', 8, 3.4e-2, WEIGHT | SLOW | {'batch': 0.5} | exchange('int2', 3, 2)),
-  Record('230k', 4, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int2', 3, 2), 1),
-  Record('230k', 8, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int2', 3, 2), 1),
+  Record('230k', 4, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int2', 3, 2)),
+  Record('230k', 8, 1.2e-2, WEIGHT | {'batch': 0.5} | exchange('int2', 3, 2)),
   Record('63k', 4, 1.2e-2, WEIGHT | SLOW | {'batch': 0.25} | exchange('int4', 6, 3)),
   Record('63k', 4, 2.4e-2, WEIGHT | {'batch': 0.5} | exchange('int4', 6, 3)),
   Record('63k', 8, 2.4e-2, WEIGHT | SLOW | {'batch': 0.5} | exchange('int4', 6, 3)),
